@@ -1,0 +1,155 @@
+package cursor
+
+import (
+	"errors"
+	"fmt"
+	"regexp"
+	"strings"
+	"sync"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// The longest name that PostgreSQL keeps; what is longer it cuts without an error.
+const maxIdentifier = 63
+
+// The longest suffix that a log's name is given: an index of the interventions.
+const longestSuffix = len("_consumer_interventions_cursor")
+
+// LogConfig names an event log. Several logs may live in one database, told apart by schema or by name.
+type LogConfig struct {
+	// Schema holds the log's tables and functions. It must exist; names are always qualified with it, so
+	// the search_path does not matter. Defaults to "public".
+	Schema string
+
+	// Name is what the log's tables begin with: "event" makes event_log, event_outbox,
+	// event_consumer_cursors and so on. At most 33 bytes. Defaults to "event".
+	Name string
+
+	// Channel is the NOTIFY channel that wakes consumers: case matters, at most 63 bytes. It is written
+	// into the log's trigger when the migrations run. Defaults to Name followed by "_log", with the schema
+	// and a dot before it where that is not "public".
+	Channel string
+}
+
+// Log is an event log's names, checked and quoted. It is immutable; a nil *Log is the log with the default
+// names.
+type Log struct {
+	schema, name, channel string
+
+	rendered sync.Map // what Render was given, to what it made of it
+}
+
+// NewLog checks the names. All faults are reported at once.
+func NewLog(config LogConfig) (*Log, error) {
+	l := &Log{schema: config.Schema, name: config.Name, channel: config.Channel}
+	if l.schema == "" {
+		l.schema = "public"
+	}
+	if l.name == "" {
+		l.name = "event"
+	}
+	if l.channel == "" {
+		l.channel = l.name + "_log"
+		if l.schema != "public" {
+			l.channel = l.schema + "." + l.channel
+		}
+	}
+	err := errors.Join(
+		checkName("Schema", l.schema, maxIdentifier),
+		checkName("Name", l.name, maxIdentifier-longestSuffix),
+		checkName("Channel", l.channel, maxIdentifier),
+	)
+	if err != nil {
+		return nil, fmt.Errorf("event log config: %w", err)
+	}
+	return l, nil
+}
+
+func checkName(setting, name string, limit int) error {
+	switch {
+	case len(name) > limit:
+		return fmt.Errorf("%s has %d bytes, the limit is %d (PostgreSQL would cut it): choose a shorter one",
+			setting, len(name), limit)
+	case !utf8.ValidString(name) || strings.ContainsRune(name, 0):
+		return fmt.Errorf("%s is not valid UTF-8 without NUL", setting)
+	}
+	return nil
+}
+
+var defaultLog = &Log{schema: "public", name: "event", channel: "event_log"}
+
+func (l *Log) orDefault() *Log {
+	if l == nil {
+		return defaultLog
+	}
+	return l
+}
+
+// Schema is the schema of the log's tables, unquoted.
+func (l *Log) Schema() string { return l.orDefault().schema }
+
+// Name is what the log's tables begin with, unquoted.
+func (l *Log) Name() string { return l.orDefault().name }
+
+// Channel is the NOTIFY channel of the log, unquoted.
+func (l *Log) Channel() string { return l.orDefault().channel }
+
+// String is the schema and name of the log's own table, for messages.
+func (l *Log) String() string { return l.Schema() + "." + l.Name() + "_log" }
+
+// Table is the qualified and quoted name of one of the log's tables by its suffix: "log", "outbox",
+// "consumer_cursors".
+func (l *Log) Table(suffix string) string {
+	return pgx.Identifier{l.Schema(), l.Name() + "_" + suffix}.Sanitize()
+}
+
+var (
+	qualifiedName = regexp.MustCompile(`\bpublic\.event_([a-z0-9_]+)`)
+	bareName      = regexp.MustCompile(`\bevent_([a-z0-9_]+)`)
+)
+
+// channelLiteral stands for the channel in SQL that is written with the default names.
+const channelLiteral = `'event_log'`
+
+// Render takes SQL that is written with the default names (public.event_log, and the literal 'event_log'
+// for the channel) and puts this log's names in their place. It remembers each text that it was given: give
+// it constants.
+func (l *Log) Render(sql string) string {
+	l = l.orDefault()
+	if l.schema == defaultLog.schema && l.name == defaultLog.name && l.channel == defaultLog.channel {
+		return sql
+	}
+	if known, ok := l.rendered.Load(sql); ok {
+		return known.(string)
+	}
+	rendered := l.render(sql)
+	l.rendered.Store(sql, rendered)
+	return rendered
+}
+
+func (l *Log) render(sql string) string {
+	// Each step's output must not be found by the next: quoted names could contain what it looks for.
+	var out strings.Builder
+	for i, part := range strings.Split(sql, channelLiteral) {
+		if i > 0 {
+			out.WriteString("'" + strings.ReplaceAll(l.channel, "'", "''") + "'")
+		}
+		last := 0
+		for _, at := range qualifiedName.FindAllStringSubmatchIndex(part, -1) {
+			out.WriteString(l.renderBare(part[last:at[0]]))
+			out.WriteString(l.Table(part[at[2]:at[3]]))
+			last = at[1]
+		}
+		out.WriteString(l.renderBare(part[last:]))
+	}
+	return out.String()
+}
+
+// renderBare renders the names of indexes, constraints and triggers, which SQL does not qualify.
+func (l *Log) renderBare(sql string) string {
+	return bareName.ReplaceAllStringFunc(sql, func(name string) string {
+		return pgx.Identifier{l.name + strings.TrimPrefix(name, "event")}.Sanitize()
+	})
+}

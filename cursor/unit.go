@@ -1,0 +1,154 @@
+package cursor
+
+import (
+	"context"
+	"sync"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Unit is a handler's part of its round: the event in hand, the transaction without its end, and a buffer
+// for what is to be written at the round's end. It is dead after its message's ack or nack; every later use
+// is an error.
+type Unit struct {
+	round   *Round
+	event   *Event
+	attempt int
+
+	mu       sync.Mutex
+	ended    bool
+	entered  bool
+	left     chan struct{} // made when entered, closed when left
+	failed   error
+	buffered []buffered
+}
+
+type buffered struct {
+	owner Flusher
+	value any
+}
+
+type unitKey struct{}
+
+// ContextWithUnit returns a context that carries the unit.
+func ContextWithUnit(ctx context.Context, u *Unit) context.Context {
+	return context.WithValue(ctx, unitKey{}, u)
+}
+
+// UnitFromContext returns the unit of the message that a context belongs to.
+func UnitFromContext(ctx context.Context) (*Unit, bool) {
+	u, ok := ctx.Value(unitKey{}).(*Unit)
+	return u, ok
+}
+
+// Event is the event in hand. Its payload and metadata are those of the message.
+func (u *Unit) Event() Event { return *u.event }
+
+// Cursor is the key of the cursor that the unit moves.
+func (u *Unit) Cursor() Key { return u.round.config.Key }
+
+// Log is the event log that the unit reads.
+func (u *Unit) Log() *Log { return u.round.config.Log }
+
+// Attempt counts the rounds that tried this event, from 1. It is counted per event and not per process, and
+// only while the event keeps failing.
+func (u *Unit) Attempt() int { return u.attempt }
+
+// Tx is the unit's transaction. What is written in it is committed with the cursor's new position, or not at
+// all. It can't be ended: Commit and Rollback on it return [ErrUnitControl]; Begin makes a savepoint. It is
+// for one goroutine at a time, and rows must be closed before the next statement; otherwise it returns
+// [ErrUnitBusy] and the round fails.
+//
+// A raw COMMIT or ROLLBACK sent as a statement is found out when the message is acked, and fails the round,
+// but what a raw COMMIT has committed stays. A SET (not SET LOCAL) costs the connection, so that nobody else
+// inherits it; set_config(…, false) and what is done through Conn() and LargeObjects() is not noticed.
+func (u *Unit) Tx(context.Context) (pgx.Tx, error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.ended {
+		return nil, ErrUnitEnded
+	}
+	return &unitTx{tx: u.round.tx, unit: u, root: true}, nil
+}
+
+// Buffer keeps a value until the round ends; then its owner's Flush gets it, if the message was acked. What
+// is buffered in a unit that fails is dropped.
+func (u *Unit) Buffer(owner Flusher, value any) error {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.ended {
+		return ErrUnitEnded
+	}
+	u.buffered = append(u.buffered, buffered{owner, value})
+	return nil
+}
+
+// Fail makes the unit's round fail, whatever becomes of the message. The first error stays.
+func (u *Unit) Fail(err error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.failed == nil {
+		u.failed = err
+	}
+}
+
+// Enter is for the round middleware: from here on the message's handler is running, and an ack before Leave
+// does not end the unit.
+func (u *Unit) Enter() error {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	switch {
+	case u.ended:
+		return ErrUnitEnded
+	case u.entered:
+		return ErrEnteredTwice
+	}
+	u.entered, u.left = true, make(chan struct{})
+	return nil
+}
+
+// Leave is for the round middleware: the handler has returned, with this error or nil.
+func (u *Unit) Leave(err error) {
+	if err != nil {
+		u.Fail(err)
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	close(u.left)
+}
+
+// Entered tells whether the message passed the round middleware. The channel is closed once its handler has
+// returned.
+func (u *Unit) Entered() (left <-chan struct{}, entered bool) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.left, u.entered
+}
+
+// Returned tells whether the message passed the round middleware and its handler has returned: what is
+// published now was returned by the handler.
+func (u *Unit) Returned() bool {
+	left, entered := u.Entered()
+	if !entered {
+		return false
+	}
+	select {
+	case <-left:
+		return true
+	default:
+		return false
+	}
+}
+
+func (u *Unit) end() (failed error, items []buffered) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.ended = true
+	return u.failed, u.buffered
+}
+
+func (u *Unit) alive() bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return !u.ended
+}

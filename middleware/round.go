@@ -1,0 +1,142 @@
+package middleware
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+	"strings"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+)
+
+// Round is [Capture], [Recover] and [Carry] in their order.
+//
+//	router.AddMiddleware(middleware.Round(logger)) // before every other middleware
+//
+// A nil logger logs nothing; each failed attempt is one line at debug level, as the consumer's own log has one
+// error line where a failure begins and one info line where it ends.
+func Round(logger watermill.LoggerAdapter) message.HandlerMiddleware {
+	if logger == nil {
+		logger = watermill.NopLogger{}
+	}
+	capture := Capture(logger)
+	return func(h message.HandlerFunc) message.HandlerFunc {
+		return capture(Recover(Carry(h)))
+	}
+}
+
+// Capture records the handler's error on the unit of work, so that the round fails with its true cause, and
+// gives the router an error that it does not log. It also tells the round when the handler is running: an
+// ack that comes before the handler's return waits for it.
+func Capture(logger watermill.LoggerAdapter) message.HandlerMiddleware {
+	return func(h message.HandlerFunc) message.HandlerFunc {
+		return func(msg *message.Message) (produced []*message.Message, err error) {
+			unit, ok := cursor.UnitFromContext(msg.Context())
+			if !ok {
+				return h(msg)
+			}
+			if err := unit.Enter(); err != nil {
+				unit.Fail(err)
+				return nil, quiet(err)
+			}
+			var failed error = errExited // unless the handler returns
+			defer func() {
+				unit.Leave(failed)
+				if failed == errExited {
+					msg.Nack() // the router never hears of this message again
+				}
+			}()
+			produced, failed = h(msg)
+			if failed != nil {
+				logger.Debug("event handler failed", watermill.LogFields{
+					"consumer": unit.Cursor().String(), "seq": unit.Event().Seq, "err": failed,
+				})
+				return nil, quiet(failed)
+			}
+			return produced, nil
+		}
+	}
+}
+
+// errExited is a handler that ended its goroutine (runtime.Goexit, as a test's FailNow does) or panicked with
+// nobody to recover it.
+var errExited error = &ExitError{}
+
+// ExitError is a handler that neither returned nor panicked.
+type ExitError struct{}
+
+func (*ExitError) Error() string {
+	return "the handler ended its goroutine (runtime.Goexit) or panicked"
+}
+
+// ErrorType is "internal".
+func (*ExitError) ErrorType() string { return "internal" }
+
+// quietError is an error that the router takes for the end of a stop, which it does not log.
+type quietError struct{ cause error }
+
+func quiet(cause error) error { return &quietError{cause} }
+
+func (e *quietError) Error() string        { return e.cause.Error() }
+func (e *quietError) Unwrap() error        { return e.cause }
+func (e *quietError) Is(target error) bool { return target == context.Canceled }
+
+// Recover makes a handler's panic a [PanicError].
+func Recover(h message.HandlerFunc) message.HandlerFunc {
+	return func(msg *message.Message) (produced []*message.Message, err error) {
+		defer func() {
+			if v := recover(); v != nil {
+				produced, err = nil, &PanicError{Kind: fmt.Sprintf("%T", v), Place: panicPlace()}
+			}
+		}()
+		return h(msg)
+	}
+}
+
+// PanicError is a handler's panic. The value is not kept, as it may hold secrets; its type and the place are.
+type PanicError struct {
+	Kind  string // the type of the panic's value
+	Place string // function, file and line
+}
+
+func (e *PanicError) Error() string { return fmt.Sprintf("panic (%s) in %s", e.Kind, e.Place) }
+
+// ErrorType is "internal".
+func (*PanicError) ErrorType() string { return "internal" }
+
+// panicPlace is the innermost frame outside the runtime, as seen from a deferred function.
+func panicPlace() string {
+	pcs := make([]uintptr, 64)
+	frames := runtime.CallersFrames(pcs[:runtime.Callers(3, pcs)])
+	for {
+		frame, more := frames.Next()
+		if !strings.HasPrefix(frame.Function, "runtime.") {
+			return fmt.Sprintf("%s (%s:%d)", frame.Function, frame.File, frame.Line)
+		}
+		if !more {
+			return "unknown"
+		}
+	}
+}
+
+// Carry gives the unit of work to the messages that a handler returns, so that a publisher finds it: a
+// message made in the usual way has no context, and a copy loses it. The unit is taken before the handler
+// runs, as middlewares inside may leave a cancelled context behind.
+func Carry(h message.HandlerFunc) message.HandlerFunc {
+	return func(msg *message.Message) ([]*message.Message, error) {
+		unit, ok := cursor.UnitFromContext(msg.Context())
+		produced, err := h(msg)
+		if !ok {
+			return produced, err
+		}
+		for _, m := range produced {
+			if m != nil {
+				m.SetContext(cursor.ContextWithUnit(m.Context(), unit))
+			}
+		}
+		return produced, err
+	}
+}

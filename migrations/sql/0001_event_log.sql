@@ -1,0 +1,156 @@
+-- The event log, the way into it, and the cursors of those who read it.
+--
+-- This file may be copied into a migration tool of your own, under any number. The library itself
+-- renders it for other names (schema, log name, channel) and keeps what it applied in event_migrations.
+
+-- The counter: one row. Whoever holds it may number events, until the end of its transaction; so what
+-- is rolled back leaves no hole, and who sees a number sees every smaller one.
+create table public.event_seq (
+    one      boolean primary key default true check (one),
+    last_seq bigint  not null default 0 check (last_seq >= 0)
+) with (fillfactor = 10);
+
+insert into public.event_seq default values;
+
+-- Where events are appended: one insert in the transaction of the work that they tell of. At COMMIT a
+-- deferred trigger numbers them and moves them to the log, so a committed transaction leaves no row here.
+create table public.event_outbox (
+    xid         xid8        not null default pg_current_xact_id(),
+    id          bigint      generated always as identity,
+    occurred_at timestamptz not null default clock_timestamp(),
+    topic       text        not null check (topic <> ''),
+    key         text,
+    uuid        text        not null default gen_random_uuid()::text,
+    payload     bytea       not null default '',
+    metadata    jsonb       not null default '{}' check (jsonb_typeof(metadata) = 'object'),
+    primary key (xid, id)
+) with (fillfactor = 70);
+
+create table public.event_log (
+    seq         bigint      not null check (seq > 0),
+    occurred_at timestamptz not null, -- the source's clock
+    recorded_at timestamptz not null, -- the database's clock, when the event was numbered
+    topic       text        not null,
+    key         text,
+    key_hash    bigint,               -- public.event_key_hash(key): 0 to 2^32-1
+    uuid        text        not null,
+    payload     bytea       not null,
+    metadata    jsonb       not null,
+    primary key (seq)
+) partition by range (seq);
+
+create table public.event_log_first partition of public.event_log for values from (minvalue) to (maxvalue);
+
+-- Stable over versions, platforms and collations: the first 32 bits of the key's SHA-256.
+create function public.event_key_hash(key text) returns bigint
+language sql immutable strict parallel safe
+return ('x' || left(encode(sha256(convert_to(key, 'UTF8')), 'hex'), 8))::bit(32)::bigint;
+
+create function public.event_outbox_number() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    mine     constant xid8 := pg_current_xact_id();
+    base     bigint;
+    n        bigint;
+    moment   timestamptz;
+begin
+    if new.xid <> mine then
+        raise exception 'an outbox row names transaction %, but was written by %', new.xid, mine
+            using errcode = 'integrity_constraint_violation',
+                  hint = 'leave column xid to its default';
+    end if;
+    -- The trigger of the first row numbers all rows of its transaction; the others find theirs gone.
+    if not exists (select from public.event_outbox o where o.xid = mine and o.id = new.id) then
+        return null;
+    end if;
+
+    -- Waiters queue here and not on the counter's row: with many writers that is much faster. The key is
+    -- this table's oid below a constant of our own.
+    perform pg_advisory_xact_lock((1702259815::bigint << 32) + tg_relid::bigint);
+    select count(*) into n from public.event_outbox o where o.xid = mine;
+    update public.event_seq set last_seq = last_seq + n returning last_seq - n into strict base;
+    moment := clock_timestamp();
+
+    with taken as (
+        delete from public.event_outbox o where o.xid = mine
+        returning o.id, o.occurred_at, o.topic, o.key, o.uuid, o.payload, o.metadata
+    )
+    insert into public.event_log (seq, occurred_at, recorded_at, topic, key, key_hash, uuid, payload, metadata)
+    select base + row_number() over (order by t.id), t.occurred_at, moment,
+           t.topic, t.key, public.event_key_hash(t.key), t.uuid, t.payload, t.metadata
+    from taken t;
+
+    perform pg_notify('event_log', '');
+    return null;
+end
+$$;
+
+create constraint trigger event_outbox_number after insert on public.event_outbox
+    deferrable initially deferred
+    for each row execute function public.event_outbox_number();
+
+-- A cursor: how far one consumer has got with one topic ('' = all topics) of one shard ('' = unsharded).
+create table public.event_consumer_cursors (
+    consumer         text        not null check (consumer <> ''),
+    topic            text        not null default '',
+    shard            text        not null default '',
+    last_seq         bigint      not null default 0, -- the last event passed
+    last_occurred_at timestamptz,                    -- of that event, on the source's clock
+    matched_seq      bigint,                         -- the last event that was this consumer's own
+    matched_at       timestamptz,                    -- when it was passed
+    moved_at         timestamptz,                    -- when last_seq last changed
+    moved_by         text,                           -- the instance that changed it
+    primary key (consumer, topic, shard)
+) with (fillfactor = 50);
+
+-- The standing failure of a cursor: written after the round was rolled back, read under the cursor's
+-- lock by whoever goes next, deleted by the unit that passes it.
+create table public.event_consumer_failures (
+    consumer   text        not null,
+    topic      text        not null,
+    shard      text        not null,
+    seq        bigint,               -- the event in hand or the missing number; null when not known
+    through    bigint      not null, -- what has to be passed for the failure to be over
+    batch      integer,              -- without a seq: how many events the next round may hand out
+    since      timestamptz not null,
+    failed_at  timestamptz not null,
+    retry_at   timestamptz not null, -- no attempt before
+    attempts   integer     not null,
+    error_type text        not null,
+    failed_by  text        not null,
+    edge       boolean     not null, -- the last write changed seq or error_type (or was the first)
+    primary key (consumer, topic, shard)
+) with (fillfactor = 50);
+
+-- Events that were removed before a consumer had passed them. A row stays until an operator settles it.
+create table public.event_consumer_losses (
+    consumer    text        not null,
+    topic       text        not null,
+    shard       text        not null,
+    first_seq   bigint      not null,
+    last_seq    bigint      not null,
+    recorded_at timestamptz not null default clock_timestamp(),
+    recorded_by text        not null,
+    settled_at  timestamptz,
+    settled_by  text,
+    primary key (consumer, topic, shard, first_seq),
+    check (last_seq >= first_seq)
+);
+
+-- Every change of a cursor that was not a round: its creation, and what operators did.
+create table public.event_consumer_interventions (
+    id       bigint      generated always as identity primary key,
+    at       timestamptz not null default clock_timestamp(),
+    consumer text        not null,
+    topic    text        not null,
+    shard    text        not null,
+    action   text        not null,
+    from_seq bigint,
+    to_seq   bigint,
+    by       text        not null,
+    reason   text        not null default ''
+);
+
+create index event_consumer_interventions_cursor
+    on public.event_consumer_interventions (consumer, topic, shard, action);

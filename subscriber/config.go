@@ -1,0 +1,211 @@
+package subscriber
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+)
+
+// AllTopics subscribes to every event of the log, whatever its topic.
+const AllTopics = "*"
+
+// ConsumerConfig is one consumer: a named reader with a cursor of its own for each topic it subscribes to.
+type ConsumerConfig struct {
+	// Name of the consumer. Processes that use the same name and topic are replicas: one of them handles,
+	// the others stand by. Required, at most 255 bytes.
+	Name string
+
+	// Topic that the consumer will subscribe to, or [AllTopics]. With it, the cursor is made when the
+	// runner first subscribes to anything, so that a consumer that is subscribed later misses nothing.
+	// Defaults to none: the cursor is made when Subscribe names its topic.
+	Topic string
+
+	// Start is where the consumer starts when it has no cursor yet. Defaults to the head: it sees what is
+	// committed from now on.
+	Start cursor.Start
+
+	// BatchSize is how many events a round hands out at most. A failing event costs the work of its round
+	// once more. Defaults to 500.
+	BatchSize int
+
+	// BatchBytes is how many bytes of payload a round holds in memory, plus one event. Defaults to 8 MiB.
+	BatchBytes int64
+
+	// BatchCover is how many numbers a round covers, with those of other topics. Defaults to 100 times
+	// BatchSize.
+	BatchCover int
+
+	// AckDeadline is how long a message may take from being offered to its ack or nack. After it the message's
+	// context is cancelled and the round fails. It must be below the runner's ServerBound. Defaults to 30
+	// seconds.
+	AckDeadline time.Duration
+
+	// RetryDelay is how long a failed event waits before its next attempt; it doubles with each attempt, up
+	// to RetryDelayCap, give or take a quarter. Defaults to 100 milliseconds.
+	RetryDelay time.Duration
+
+	// RetryDelayCap bounds RetryDelay. Defaults to one minute.
+	RetryDelayCap time.Duration
+
+	// WithoutMiddleware consents to a router that handles this consumer's messages without the round
+	// middleware, as FanIn's does. Without consent that is [ErrNoMiddleware].
+	WithoutMiddleware bool
+}
+
+// RunnerConfig is for one process and log.
+type RunnerConfig struct {
+	// Log names the event log. Defaults to the log with the default names.
+	Log *cursor.Log
+
+	// Consumers are the consumers of this process.
+	Consumers []ConsumerConfig
+
+	// PollInterval is how often the process looks for new events by itself, give or take a tenth. Defaults to
+	// one second.
+	PollInterval time.Duration
+
+	// MaxRounds is how many rounds may run at once; each holds a connection of the pool. Defaults to two less
+	// than the pool has, but at least one: so all consumers may run at once if the pool has two connections
+	// more than there are consumers, and otherwise they take turns.
+	MaxRounds int
+
+	// StopBudget is how long handlers in flight may go on once the subscriber was told to stop. Keep it below
+	// the router's CloseTimeout. Defaults to 10 seconds.
+	StopBudget time.Duration
+
+	// ServerBound is how long the server lets a round be idle, run one statement or wait for a client that
+	// does not answer, before it ends it: so a frozen process loses its lock. It must be above every
+	// AckDeadline. Defaults to 60 seconds.
+	ServerBound time.Duration
+
+	// ListenURL is a connection string for LISTEN, for where the pool goes through a transaction pooler.
+	// Defaults to the pool's own configuration.
+	ListenURL string
+
+	// DisableListen leaves polling alone.
+	DisableListen bool
+
+	// Instance names this process in what is recorded. Defaults to host, process id and a random part.
+	Instance string
+}
+
+// ErrNoMiddleware is reported when a router handled a message that had not passed middleware.Round.
+var ErrNoMiddleware = errors.New("a router handled a message without the round middleware: call " +
+	"router.AddMiddleware(middleware.Round(logger)) before every other middleware, or set WithoutMiddleware for this consumer")
+
+func setDefault[T comparable](value *T, to T) {
+	var zero T
+	if *value == zero {
+		*value = to
+	}
+}
+
+func (c ConsumerConfig) withDefaults() ConsumerConfig {
+	setDefault(&c.BatchSize, 500)
+	setDefault(&c.BatchBytes, 8<<20)
+	setDefault(&c.BatchCover, 100*c.BatchSize)
+	setDefault(&c.AckDeadline, 30*time.Second)
+	setDefault(&c.RetryDelay, 100*time.Millisecond)
+	setDefault(&c.RetryDelayCap, time.Minute)
+	return c
+}
+
+func (c ConsumerConfig) validate() error {
+	return errors.Join(
+		c.key(c.Topic).Validate(),
+		c.Start.Validate(),
+		positive("BatchSize", c.BatchSize),
+		positive("BatchBytes", c.BatchBytes),
+		positive("BatchCover", c.BatchCover),
+		positive("AckDeadline", c.AckDeadline),
+		positive("RetryDelay", c.RetryDelay),
+		positive("RetryDelayCap", c.RetryDelayCap),
+	)
+}
+
+func positive[T ~int | ~int64](setting string, value T) error {
+	if value < 0 {
+		return fmt.Errorf("negative %s (%v)", setting, value)
+	}
+	return nil
+}
+
+// key is the key of the cursor that moves through a topic.
+func (c ConsumerConfig) key(topic string) cursor.Key {
+	if topic == AllTopics {
+		topic = ""
+	}
+	return cursor.Key{Consumer: c.Name, Topic: topic}
+}
+
+func (c RunnerConfig) withDefaults(poolSize int) RunnerConfig {
+	setDefault(&c.PollInterval, time.Second)
+	setDefault(&c.StopBudget, 10*time.Second)
+	setDefault(&c.ServerBound, time.Minute)
+	if c.Instance == "" {
+		c.Instance = instanceName()
+	}
+	consumers := make([]ConsumerConfig, len(c.Consumers))
+	for i := range c.Consumers {
+		consumers[i] = c.Consumers[i].withDefaults()
+	}
+	c.Consumers = consumers
+	if c.MaxRounds == 0 {
+		c.MaxRounds = max(1, poolSize-2)
+	}
+	return c
+}
+
+func (c RunnerConfig) validate(poolSize int) error {
+	errs := []error{
+		positive("PollInterval", c.PollInterval),
+		positive("MaxRounds", c.MaxRounds),
+		positive("StopBudget", c.StopBudget),
+		positive("ServerBound", c.ServerBound),
+	}
+	if c.MaxRounds > poolSize {
+		errs = append(errs, fmt.Errorf("MaxRounds (%d) is more than the pool's MaxConns (%d), and each round holds a connection: "+
+			"raise MaxConns to MaxRounds plus 2, or lower MaxRounds", c.MaxRounds, poolSize))
+	}
+	if len(c.Consumers) == 0 {
+		errs = append(errs, errors.New("missing Consumers"))
+	}
+	if c.ListenURL != "" {
+		if _, err := pgx.ParseConfig(c.ListenURL); err != nil {
+			errs = append(errs, fmt.Errorf("ListenURL: %w", err))
+		}
+	}
+	known := map[cursor.Key]bool{}
+	for i, consumer := range c.Consumers {
+		if err := consumer.validate(); err != nil {
+			errs = append(errs, fmt.Errorf("consumer %d (%q): %w", i, consumer.Name, err))
+		}
+		if consumer.AckDeadline >= c.ServerBound {
+			errs = append(errs, fmt.Errorf("consumer %d (%q): AckDeadline (%v) is not below ServerBound (%v): the server would end "+
+				"a round whose handler may still ack", i, consumer.Name, consumer.AckDeadline, c.ServerBound))
+		}
+		key := cursor.Key{Consumer: consumer.Name, Topic: consumer.Topic}
+		if known[key] {
+			errs = append(errs, fmt.Errorf("consumer %d (%q): the same name and topic twice", i, consumer.Name))
+		}
+		known[key] = true
+	}
+	return errors.Join(errs...)
+}
+
+func instanceName() string {
+	host, err := os.Hostname()
+	if err != nil {
+		host = "unknown"
+	}
+	random := make([]byte, 4)
+	_, _ = rand.Read(random) // never fails
+	return fmt.Sprintf("%s/%d/%s", host, os.Getpid(), hex.EncodeToString(random))
+}

@@ -1,0 +1,113 @@
+package subscriber
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+
+	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+)
+
+// span is what a failed round covered.
+type span struct {
+	seq     int64 // the event or number that failed; 0 when it is not known
+	through int64 // what has to be passed for the failure to be over; 0 when nothing was read
+	batch   int   // without a seq: how many events the next round may hand out
+}
+
+// seqOf is the number that an error of a round's beginning belongs to, or 0.
+func seqOf(err error) int64 {
+	var gap *cursor.GapError
+	if errors.As(err, &gap) {
+		return gap.Seq
+	}
+	return 0
+}
+
+// commitSpan is the span of a round whose flush or commit failed: the event that makes it fail is found by
+// halving the batch until it is alone.
+func commitSpan(o *cursor.Opening, handed int) span {
+	switch handed {
+	case 0:
+		return span{through: o.Through}
+	case 1:
+		return span{seq: o.Events[0].Seq, through: o.Events[0].Seq}
+	}
+	return span{through: o.Events[handed-1].Seq, batch: handed / 2}
+}
+
+// standing is a failure that this process remembers because it could not be written down.
+type standing struct {
+	seq       int64
+	errorType string
+	since     time.Time
+	attempts  int
+}
+
+// failed notes a failed round, logs it where it is news, and says when to try again.
+func (s *subscription) failed(err error, at span) next {
+	if s.cut.Err() != nil {
+		return next{} // the stop ended it; that is no failure
+	}
+	attempt := cursor.Attempt{
+		Seq: at.seq, Through: max(at.through, at.seq), Batch: at.batch, ErrorType: cursor.ErrorType(err),
+		Delay: s.config.RetryDelay, DelayCap: s.config.RetryDelayCap, Jitter: 0.75 + rand.Float64()/2,
+	}
+	// Without a number there is nothing that a passing cursor could clear: remember it here.
+	if attempt.Through > 0 {
+		ctx, cancel := context.WithTimeout(s.cut, endTime)
+		failure, edge, writeErr := cursor.RecordFailure(ctx, s.runner.pool, s.runner.config.Log, s.key, s.runner.config.Instance, attempt)
+		cancel()
+		if writeErr == nil {
+			s.standing = nil
+			s.logFailure(err, failure, edge)
+			return next{wait: failure.Wait}
+		}
+	}
+	edge := s.standing == nil || s.standing.seq != at.seq || s.standing.errorType != attempt.ErrorType
+	if edge {
+		s.standing = &standing{seq: at.seq, errorType: attempt.ErrorType, since: time.Now()}
+	}
+	s.standing.attempts++
+	s.logFailure(err, cursor.Failure{Seq: at.seq, ErrorType: attempt.ErrorType, Attempts: s.standing.attempts}, edge)
+	delay := min(s.config.RetryDelayCap, s.config.RetryDelay<<min(s.standing.attempts-1, 20))
+	return next{wait: time.Duration(float64(delay) * attempt.Jitter)}
+}
+
+func (s *subscription) logFailure(err error, f cursor.Failure, edge bool) {
+	fields := watermill.LogFields{"consumer": s.key.String(), "error.type": f.ErrorType, "attempts": f.Attempts}
+	if f.Seq != 0 {
+		fields["seq"] = f.Seq
+	}
+	if edge {
+		s.runner.logger.Error("event consumer round failed", err, fields)
+		return
+	}
+	s.runner.logger.Debug("event consumer round failed again", fields.Add(watermill.LogFields{"err": err}))
+}
+
+// recovered logs the end of a failure: of the one whose row a unit has deleted, or of the one that this
+// process remembers.
+func (s *subscription) recovered(f *cursor.Failure) {
+	remembered := s.standing
+	s.standing = nil
+	switch {
+	case f != nil:
+		s.logRecovery(f.Since, f.Attempts, f.Seq)
+	case remembered != nil:
+		s.logRecovery(remembered.since, remembered.attempts, remembered.seq)
+	}
+}
+
+func (s *subscription) logRecovery(since time.Time, attempts int, seq int64) {
+	fields := watermill.LogFields{
+		"consumer": s.key.String(), "failing_for": time.Since(since).Round(time.Millisecond).String(), "attempts": attempts,
+	}
+	if seq != 0 {
+		fields["seq"] = seq
+	}
+	s.runner.logger.Info("event consumer recovered", fields)
+}

@@ -1,0 +1,181 @@
+package subscriber
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+)
+
+const (
+	// settleTime is how long a handler may take to answer once its message's context was cancelled.
+	settleTime = time.Second
+	// endTime bounds a rollback and the closing of a connection.
+	endTime = 5 * time.Second
+)
+
+// subscription is one consumer's loop over one topic: round after round until it is stopped.
+type subscription struct {
+	runner *Runner
+	owner  *Subscriber
+	config ConsumerConfig
+	key    cursor.Key
+	out    chan *message.Message
+	woken  chan struct{} // one slot: wakes coalesce
+
+	values   context.Context // what Subscribe's context carries, without its end
+	stopOnce sync.Once
+	stopping chan struct{}   // no new round, no new message
+	cut      context.Context // ends with the stop budget
+	cutOff   context.CancelFunc
+	done     chan struct{}
+
+	coveredAt time.Time   // when a round last covered only events of other topics
+	standing  *standing   // a failure that could not be written to the database
+	offered   *time.Timer // the ack deadline of the message in hand
+}
+
+func newSubscription(ctx context.Context, r *Runner, owner *Subscriber, config ConsumerConfig, key cursor.Key) *subscription {
+	s := &subscription{
+		runner: r, owner: owner, config: config, key: key,
+		out:      make(chan *message.Message),
+		woken:    make(chan struct{}, 1),
+		values:   context.WithoutCancel(ctx),
+		stopping: make(chan struct{}),
+		done:     make(chan struct{}),
+	}
+	s.cut, s.cutOff = context.WithCancel(s.values)
+	return s
+}
+
+func (s *subscription) stop() { s.stopOnce.Do(func() { close(s.stopping) }) }
+
+func (s *subscription) stopped() bool {
+	select {
+	case <-s.stopping:
+		return true
+	default:
+		return false
+	}
+}
+
+// watchStop starts the stop when Subscribe's context ends, and cuts the handlers off when the budget is over.
+func (s *subscription) watchStop(ctx context.Context) {
+	select {
+	case <-ctx.Done():
+		s.stop()
+	case <-s.stopping:
+	case <-s.done:
+		return
+	}
+	budget := time.NewTimer(s.runner.config.StopBudget)
+	defer budget.Stop()
+	select {
+	case <-budget.C:
+		s.cutOff()
+	case <-s.done:
+	}
+}
+
+// next is what a subscription does after a round.
+type next struct {
+	again bool          // at once
+	wait  time.Duration // not before that, but then without a wake
+}
+
+func (s *subscription) run() {
+	ended := errors.New("its loop ended") // unless it is told why not
+	defer func() {
+		if v := recover(); v != nil {
+			ended = fmt.Errorf("panic outside a handler (%T) in %s", v, panicPlace())
+		}
+		close(s.out)
+		s.cutOff()
+		if ended != nil {
+			s.runner.fail(fmt.Errorf("event consumer %q: %w", s.key, ended))
+		}
+		s.runner.remove(s)
+		close(s.done)
+	}()
+	for !s.stopped() {
+		n, err := s.turn()
+		if err != nil {
+			ended = err
+			return
+		}
+		switch {
+		case n.again:
+		case n.wait > 0:
+			timer := time.NewTimer(n.wait)
+			select {
+			case <-s.stopping:
+			case <-timer.C:
+			}
+			timer.Stop()
+		default:
+			select {
+			case <-s.stopping:
+			case <-s.woken:
+			}
+		}
+	}
+	ended = nil
+}
+
+// panicPlace is the function that panicked, as seen from a deferred function.
+func panicPlace() string {
+	pcs := make([]uintptr, 32)
+	frames := runtime.CallersFrames(pcs[:runtime.Callers(3, pcs)])
+	for {
+		frame, more := frames.Next()
+		if frame.Function != "runtime.gopanic" && frame.Function != "runtime.panicmem" && frame.Function != "runtime.sigpanic" {
+			return fmt.Sprintf("%s (%s:%d)", frame.Function, frame.File, frame.Line)
+		}
+		if !more {
+			return "unknown"
+		}
+	}
+}
+
+// turn makes one round, when a slot is free. Its error ends the subscription.
+func (s *subscription) turn() (next, error) {
+	select {
+	case s.runner.slots <- struct{}{}:
+		defer func() { <-s.runner.slots }()
+	case <-s.stopping:
+		return next{}, nil
+	}
+
+	ctx, cancel := context.WithTimeout(s.cut, s.runner.config.ServerBound/2)
+	conn, err := s.acquire(ctx)
+	cancel()
+	if err != nil {
+		if s.stopped() {
+			return next{}, nil
+		}
+		return s.failed(fmt.Errorf("take a connection from the pool: %w", err), span{}), nil
+	}
+	defer conn.Release()
+	return s.round(conn)
+}
+
+// acquire hears the stop: nothing has begun yet that would have to be finished.
+func (s *subscription) acquire(ctx context.Context) (*pgxpool.Conn, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	go func() {
+		select {
+		case <-s.stopping:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	return s.runner.pool.Acquire(ctx)
+}
