@@ -9,7 +9,6 @@ package migrations
 import (
 	"context"
 	"embed"
-	"errors"
 	"fmt"
 	"io/fs"
 	"path"
@@ -18,7 +17,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
@@ -72,8 +70,7 @@ const sqlApplied = `select m.version, m.applied_at from public.event_migrations 
 // The role needs the right to create tables in the log's schema, which must exist.
 func Up(ctx context.Context, db cursor.Beginner, log *cursor.Log) ([]Migration, error) {
 	var applied []Migration
-	err := pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
-		applied = nil
+	err := inTx(ctx, db, func(tx pgx.Tx) error {
 		// One lock for all logs: also "if not exists" collides in the catalogue when two create at once.
 		const lock = "watermill-eventlog migrations"
 		if _, err := tx.Exec(ctx, "select pg_advisory_xact_lock(hashtextextended($1, 0))", lock); err != nil {
@@ -109,13 +106,26 @@ insert into public.event_migrations (version, name) values ($1, $2) returning ap
 	return applied, nil
 }
 
+// inTx runs f in a transaction that sees what was committed while it waited for a lock, whatever the database's
+// default is.
+func inTx(ctx context.Context, db cursor.Beginner, f func(pgx.Tx) error) error {
+	readCommitted := pgx.TxOptions{IsoLevel: pgx.ReadCommitted}
+	if db, ok := db.(interface {
+		BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
+	}); ok {
+		return pgx.BeginTxFunc(ctx, db, readCommitted, f)
+	}
+	return pgx.BeginFunc(ctx, db, f)
+}
+
 // Status returns every migration and when it was applied to a database. Where the migrations' table is
 // missing, none was.
 func Status(ctx context.Context, db cursor.Querier, log *cursor.Log) ([]Migration, error) {
-	migrations, err := status(ctx, db, log)
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && pgErr.Code == "42P01" { // undefined_table
-		return SQL(log), nil
+	rows, _ := db.Query(ctx, "select to_regclass($1) is not null", log.Table("migrations"))
+	exists, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
+	migrations := SQL(log)
+	if err == nil && exists {
+		migrations, err = status(ctx, db, log)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("migration status of %s: %w", log, err)

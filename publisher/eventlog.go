@@ -5,30 +5,32 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
+
+// largestPayload is what a payload may have at most, whatever MaxPayload says: in the text formats of the
+// protocol it doubles, and PostgreSQL builds no value of 1 GiB.
+const largestPayload = 256 << 20
 
 // EventLogConfig is for [NewEventLog].
 type EventLogConfig struct {
 	// Log names the event log. Defaults to the log with the default names.
 	Log *cursor.Log
 
-	// MaxPayload is the largest payload that is taken, in bytes. Defaults to 32 MiB.
+	// MaxPayload is the largest payload that is taken, in bytes: at most 256 MiB. Defaults to 32 MiB.
 	MaxPayload int
 
 	// Key gives an event its key: what it is ordered and sharded by. Defaults to none.
 	Key func(topic string, msg *message.Message) string
 
-	// OccurredAt gives the time of an event on its source's clock; the zero time leaves it to the database.
-	// Defaults to the database's clock at the moment of the insert.
+	// OccurredAt gives the time of an event on its source's clock; the zero time leaves it to the database. It
+	// is kept to the microsecond. Defaults to the database's clock at the moment of the insert.
 	OccurredAt func(topic string, msg *message.Message) time.Time
 }
 
@@ -37,8 +39,14 @@ type EventLogConfig struct {
 //
 // An event gets its number when its transaction commits. Events of one transaction keep their order and follow
 // each other without a gap; what is rolled back, also to a savepoint, leaves no hole. No call before the commit
-// is needed. Under REPEATABLE READ or SERIALIZABLE the commit fails with SQLSTATE 40001 when another append
-// was committed since the transaction's snapshot.
+// is needed, and work behind an append does not hold up other writers. Consumers are woken by one NOTIFY a
+// transaction.
+//
+// Under REPEATABLE READ or SERIALIZABLE the commit fails with SQLSTATE 40001 when another append was committed
+// since the transaction's snapshot. A transaction with an append cannot be prepared (PREPARE TRANSACTION fails
+// with SQLSTATE 0A000, because of the NOTIFY, and rolls back). SET CONSTRAINTS ALL IMMEDIATE numbers at once,
+// which makes the other writers wait until the transaction ends. Transactions that append to two logs should do
+// so in the same order, as with any two rows that are locked: otherwise they may end in a deadlock (40P01).
 type EventLog struct {
 	config EventLogConfig
 	insert inserter
@@ -54,58 +62,99 @@ type statement struct {
 	args []any
 }
 
-// BatchBeginner is a pool or a connection.
-type BatchBeginner interface {
+// BatchSender is a pool or a connection.
+type BatchSender interface {
 	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
 }
 
+// errNoDatabase is returned by Publish of a publisher that was made for the caller's transactions only.
+var errNoDatabase = errors.New("the publisher has no database: use InTx or InSQLTx, or give NewEventLog a pool")
+
 // NewEventLog returns a publisher whose every call to Publish is a transaction of its own, sent in one round
 // trip: all of its messages are appended or none. When the connection is lost during it, the error does not
-// tell whether it was committed.
-func NewEventLog(db BatchBeginner, config EventLogConfig) (*EventLog, error) {
-	if db == nil {
-		return nil, errors.New("event log publisher: missing database")
+// tell whether it was committed. A nil db is for a publisher that is used only through [EventLog.InTx] and
+// [EventLog.InSQLTx].
+func NewEventLog(db BatchSender, config EventLogConfig) (*EventLog, error) {
+	if _, ok := db.(pgx.Tx); ok {
+		return nil, errors.New("event log publisher: a transaction would be committed by the first Publish: give NewEventLog " +
+			"a pool or nil, and the transaction to InTx")
 	}
-	if config.MaxPayload < 0 {
+	switch {
+	case config.MaxPayload < 0:
 		return nil, fmt.Errorf("event log publisher config: negative MaxPayload (%d)", config.MaxPayload)
-	}
-	if config.MaxPayload == 0 {
+	case config.MaxPayload > largestPayload:
+		return nil, fmt.Errorf("event log publisher config: MaxPayload (%d) is above %d, the most that can be read back in every way",
+			config.MaxPayload, largestPayload)
+	case config.MaxPayload == 0:
 		config.MaxPayload = 32 << 20
 	}
 	return &EventLog{config: config, insert: func(ctx context.Context, statements []statement) error {
-		batch := &pgx.Batch{}
-		batch.Queue("begin isolation level read committed")
-		for _, s := range statements {
-			batch.Queue(s.sql, s.args...)
+		if db == nil {
+			return errNoDatabase
 		}
-		batch.Queue("commit")
-		results := db.SendBatch(ctx, batch)
-		for range len(statements) + 1 {
-			if _, err := results.Exec(); err != nil {
-				_ = results.Close() // repeats the error; a pool discards the connection with its open transaction
-				return err
-			}
-		}
-		tag, err := results.Exec()
-		if err == nil && tag.String() == "ROLLBACK" {
-			err = pgx.ErrTxCommitRollback
-		}
-		return errors.Join(err, results.Close())
+		return insertAndCommit(ctx, db, statements)
 	}}, nil
+}
+
+func insertAndCommit(ctx context.Context, db BatchSender, statements []statement) error {
+	conn := connection(db)
+	if conn != nil && !conn.IsClosed() && conn.PgConn().TxStatus() != 'I' {
+		return errors.New("the publisher's connection is in a transaction, which would be committed: use InTx")
+	}
+	batch := &pgx.Batch{}
+	batch.Queue("begin isolation level read committed")
+	for _, s := range statements {
+		batch.Queue(s.sql, s.args...)
+	}
+	batch.Queue("commit")
+	tag, err := send(ctx, db, batch)
+	if err == nil && tag == "ROLLBACK" {
+		err = pgx.ErrTxCommitRollback
+	}
+	// A pool discards a connection whose transaction is left open.
+	if err != nil && conn != nil && !conn.IsClosed() && conn.PgConn().TxStatus() != 'I' {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+		defer cancel()
+		_, _ = conn.Exec(ctx, "rollback") // the connection is closed if it fails
+	}
+	return err
+}
+
+// connection is the one connection that a database is, or nil.
+func connection(db BatchSender) *pgx.Conn {
+	switch db := db.(type) {
+	case *pgx.Conn:
+		return db
+	case interface{ Conn() *pgx.Conn }: // taken from a pool
+		return db.Conn()
+	}
+	return nil
+}
+
+// send returns the last statement's command tag.
+func send(ctx context.Context, db BatchSender, batch *pgx.Batch) (last string, err error) {
+	results := db.SendBatch(ctx, batch)
+	for range batch.Len() {
+		tag, err := results.Exec()
+		if err != nil {
+			_ = results.Close() // repeats the error
+			return "", err
+		}
+		last = tag.String()
+	}
+	return last, results.Close()
 }
 
 // InTx returns a publisher that appends in a pgx transaction, which the caller ends. What it appends has no
 // effect before that transaction's commit.
-func (p *EventLog) InTx(tx interface {
-	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
-}) *EventLog {
+func (p *EventLog) InTx(tx pgx.Tx) *EventLog {
 	return &EventLog{config: p.config, insert: func(ctx context.Context, statements []statement) error {
+		batch := &pgx.Batch{}
 		for _, s := range statements {
-			if _, err := tx.Exec(ctx, s.sql, s.args...); err != nil {
-				return err
-			}
+			batch.Queue(s.sql, s.args...)
 		}
-		return nil
+		_, err := send(ctx, tx, batch)
+		return err
 	}}
 }
 
@@ -115,6 +164,9 @@ func (p *EventLog) InSQLTx(tx interface {
 	ExecContext(ctx context.Context, query string, args ...any) (sql.Result, error)
 }) *EventLog {
 	return &EventLog{config: p.config, insert: func(ctx context.Context, statements []statement) error {
+		if _, ok := tx.(*sql.DB); ok {
+			return errors.New("InSQLTx was given a *sql.DB: give it the transaction (*sql.Tx)")
+		}
 		for _, s := range statements {
 			if _, err := tx.ExecContext(ctx, s.sql, s.args...); err != nil {
 				return err
@@ -127,11 +179,9 @@ func (p *EventLog) InSQLTx(tx interface {
 const sqlAppend = `
 insert into public.event_outbox (occurred_at, topic, key, uuid, payload, metadata) values `
 
-// Each row is a group of single values, so that every driver can send them.
-const (
-	appendColumns = 6
-	maxParameters = 65535 // of one statement in PostgreSQL's protocol
-)
+// rowsPerStatement bounds how many different statements there are, as a connection keeps those that it has
+// prepared. Each row is a group of single values, so that every driver can send them.
+const rowsPerStatement = 100
 
 // Publish appends messages as events, in order. A message that could not be read back as it is (an empty topic,
 // a payload above MaxPayload, metadata or an id that PostgreSQL cannot hold) is a [ValueError], and nothing is
@@ -142,13 +192,16 @@ func (p *EventLog) Publish(topic string, messages ...*message.Message) error {
 	if len(messages) == 0 {
 		return nil
 	}
-	var statements []statement
-	for piece := range slices.Chunk(messages, maxParameters/appendColumns) {
-		s, err := p.statement(topic, piece)
-		if err != nil {
-			return err
+	events := make([]event, len(messages))
+	for i, msg := range messages {
+		var reason string
+		if events[i], reason = p.event(topic, msg); reason != "" {
+			return &ValueError{Topic: topic, UUID: msg.UUID, Reason: reason}
 		}
-		statements = append(statements, s)
+	}
+	var statements []statement
+	for _, piece := range pieces(events, rowsPerStatement, func(e event) int { return len(e.payload) + len(e.metadata) }) {
+		statements = append(statements, p.statement(piece))
 	}
 	if err := p.insert(messages[0].Context(), statements); err != nil {
 		return p.explain(topic, err)
@@ -156,61 +209,72 @@ func (p *EventLog) Publish(topic string, messages ...*message.Message) error {
 	return nil
 }
 
-func (p *EventLog) statement(topic string, messages []*message.Message) (statement, error) {
-	args := make([]any, 0, len(messages)*appendColumns)
-	var values strings.Builder
-	for i, msg := range messages {
-		refuse := func(reason string) error {
-			return &ValueError{Topic: topic, UUID: msg.UUID, Reason: reason}
+// event is a row of the outbox.
+type event struct {
+	occurredAt *time.Time
+	topic      string
+	key        *string
+	uuid       string
+	payload    []byte
+	metadata   string
+}
+
+// event returns the row of a message, or the reason why it is refused.
+func (p *EventLog) event(topic string, msg *message.Message) (event, string) {
+	e := event{topic: topic, uuid: msg.UUID, payload: msg.Payload}
+	if e.payload == nil {
+		e.payload = []byte{}
+	}
+	switch n := len(e.payload); {
+	case topic == "":
+		return e, "its topic is empty"
+	case n > p.config.MaxPayload:
+		return e, fmt.Sprintf("its payload has %d bytes, the limit is %d: raise MaxPayload", n, p.config.MaxPayload)
+	}
+	var key string
+	if p.config.Key != nil {
+		if key = p.config.Key(topic, msg); key != "" {
+			e.key = &key
 		}
-		var occurred *time.Time
-		if p.config.OccurredAt != nil {
-			if t := p.config.OccurredAt(topic, msg); !t.IsZero() {
-				occurred = &t
-			}
-		}
-		var key *string
-		if p.config.Key != nil {
-			if k := p.config.Key(topic, msg); k != "" {
-				key = &k
-				if reason := text("key", k); reason != "" {
-					return statement{}, refuse(reason)
-				}
-			}
-		}
-		if len(msg.Payload) > p.config.MaxPayload {
-			return statement{}, refuse(fmt.Sprintf("its payload has %d bytes, the limit is %d: raise MaxPayload", len(msg.Payload), p.config.MaxPayload))
-		}
-		if topic == "" {
-			return statement{}, refuse("its topic is empty")
-		}
-		for _, reason := range []string{text("topic", topic), text("id", msg.UUID)} {
-			if reason != "" {
-				return statement{}, refuse(reason)
-			}
-		}
-		metadata, reason := metadataJSON(msg.Metadata, false)
+	}
+	for _, reason := range []string{textReason("its topic", topic), textReason("its id", msg.UUID), textReason("its key", key)} {
 		if reason != "" {
-			return statement{}, refuse(reason)
+			return e, reason
 		}
-		payload := []byte(msg.Payload)
-		if payload == nil {
-			payload = []byte{}
+	}
+	if p.config.OccurredAt != nil {
+		if t := p.config.OccurredAt(topic, msg); !t.IsZero() {
+			if t.Year() < 1 || t.Year() > 9999 {
+				return e, fmt.Sprintf("its OccurredAt is in the year %d", t.Year())
+			}
+			e.occurredAt = &t
 		}
+	}
+	var reason string
+	e.metadata, reason = metadataJSON(msg.Metadata, "jsonb")
+	return e, reason
+}
+
+func (p *EventLog) statement(events []event) statement {
+	const columns = 6
+	var text strings.Builder
+	text.WriteString(p.config.Log.Render(sqlAppend))
+	args := make([]any, 0, len(events)*columns)
+	for i, e := range events {
 		if i > 0 {
-			values.WriteString(", ")
+			text.WriteString(", ")
 		}
 		n := len(args)
-		fmt.Fprintf(&values, "(coalesce($%d::timestamptz, clock_timestamp()), $%d::text, $%d::text, $%d::text, $%d::bytea, $%d::jsonb)",
+		fmt.Fprintf(&text, "(coalesce($%d::timestamptz, clock_timestamp()), $%d::text, $%d::text, $%d::text, $%d::bytea, $%d::jsonb)",
 			n+1, n+2, n+3, n+4, n+5, n+6)
-		args = append(args, occurred, topic, key, msg.UUID, payload, metadata)
+		args = append(args, e.occurredAt, e.topic, e.key, e.uuid, e.payload, e.metadata)
 	}
-	return statement{p.config.Log.Render(sqlAppend) + values.String(), args}, nil
+	return statement{text.String(), args}
 }
 
 func (p *EventLog) explain(topic string, err error) error {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && (pgErr.Code == "42P01" || pgErr.Code == "3F000") {
+	var coded interface{ SQLState() string } // of every driver's errors
+	if errors.As(err, &coded) && (coded.SQLState() == "42P01" || coded.SQLState() == "3F000") {
 		err = fmt.Errorf("%w: %s has no tables in this database: run migrations.Up, or the SQL files of package migrations: %w",
 			cursor.ErrNotMigrated, p.config.Log, err)
 	}

@@ -1,12 +1,12 @@
 package publisher
 
 import (
+	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"regexp"
-	"slices"
 	"strings"
 	"unicode/utf8"
 
@@ -30,37 +30,52 @@ type SchemaAdapter interface {
 
 // JobsConfig is for [NewJobs].
 type JobsConfig struct {
-	// Schema decides the tables. It must be a value, not a pointer, of [wsql.DefaultPostgreSQLSchema] to be
-	// written in the fastest way; any other goes through its InsertQuery. Defaults to
-	// watermill-sql's DefaultPostgreSQLSchema: table watermill_<topic>, payload json.
+	// Schema decides the tables. With [wsql.DefaultPostgreSQLSchema] and a payload of type json, jsonb or bytea a
+	// round's jobs go in its last trip, and values that the columns do not hold are refused beforehand. Any
+	// other adapter inserts by its InsertQuery, in trips of its own. Defaults to watermill-sql's
+	// DefaultPostgreSQLSchema: table watermill_<topic>, payload json.
+	//
+	// In a json or jsonb column an empty payload is NULL. jsonb does not keep spacing and the order of keys.
 	Schema SchemaAdapter
 }
 
 // Jobs is a Watermill publisher for a router: what a handler returns, or publishes itself, is written into
 // watermill-sql's tables in the unit of work of the event that it handles. Nothing of it can be seen before
-// the cursor has moved on, and all of it then; any watermill-sql v3 or v4 subscriber reads it, in order.
+// the cursor has moved on, and all of it then; any watermill-sql v3 or v4 subscriber reads it, in order. Such a
+// subscriber waits for every older transaction of the server that is still open.
+//
+// A topic has at most 53 bytes, as its table's name has 63. The default table of a reader's offsets,
+// watermill_offsets_<topic>, is cut from 46 bytes on: where two topics are equal in their first 45, give
+// their readers GenerateMessagesOffsetsTableName.
 type Jobs struct {
 	schema SchemaAdapter
 }
 
 var (
 	_ message.Publisher = (*Jobs)(nil)
-	_ cursor.Flusher    = (*Jobs)(nil)
+	_ cursor.Preparer   = (*Jobs)(nil)
 )
 
 // NewJobs returns a publisher of jobs. It may be shared by all handlers of a router.
 func NewJobs(config JobsConfig) (*Jobs, error) {
-	if config.Schema == nil {
+	switch schema := config.Schema.(type) {
+	case nil:
 		config.Schema = wsql.DefaultPostgreSQLSchema{}
+	case *wsql.DefaultPostgreSQLSchema:
+		if schema == nil {
+			return nil, errors.New("jobs publisher config: Schema is a nil pointer")
+		}
+		config.Schema = *schema
 	}
 	return &Jobs{schema: config.Schema}, nil
 }
 
-// job is a message as it is buffered in a unit.
+// job is a message as it is buffered in a unit: as it was when it was published, whatever the handler does with
+// it later.
 type job struct {
 	topic    string
 	msg      *message.Message
-	metadata string
+	metadata string // as JSON
 }
 
 // Publish buffers messages in the unit of work that their contexts carry; they are written at the end of the
@@ -73,14 +88,11 @@ type job struct {
 // returned by the handler fails the round with that error; the router does not see it fail, because it logs
 // the messages that it could not publish.
 func (j *Jobs) Publish(topic string, messages ...*message.Message) error {
-	if err := j.checkTopic(topic); err != nil {
-		return j.refused(messages, err)
-	}
 	jobs, units := make([]job, len(messages)), make([]*cursor.Unit, len(messages))
 	for i, msg := range messages {
 		var err error
 		if jobs[i], err = j.check(topic, msg); err != nil {
-			return j.refused(messages, err)
+			return refused(messages, err)
 		}
 		var ok bool
 		if units[i], ok = cursor.UnitFromContext(msg.Context()); !ok {
@@ -98,7 +110,7 @@ func (j *Jobs) Publish(topic string, messages ...*message.Message) error {
 
 // refused returns an error to a handler that published by itself. For what a handler has returned, its round
 // fails with the error, and the router goes on to an ack that commits nothing.
-func (j *Jobs) refused(messages []*message.Message, err error) error {
+func refused(messages []*message.Message, err error) error {
 	for _, msg := range messages {
 		if unit, ok := cursor.UnitFromContext(msg.Context()); ok && unit.Returned() {
 			unit.Fail(err)
@@ -109,50 +121,72 @@ func (j *Jobs) refused(messages []*message.Message, err error) error {
 }
 
 func (j *Jobs) check(topic string, msg *message.Message) (job, error) {
-	refuse := func(reason string) error { return &ValueError{Topic: topic, UUID: msg.UUID, Reason: reason} }
-	if reason := text("id", msg.UUID); reason != "" {
-		return job{}, refuse(reason)
+	if err := j.checkTopic(topic); err != nil {
+		return job{}, err
 	}
-	if n := utf8.RuneCountInString(msg.UUID); n > 36 {
-		return job{}, refuse(fmt.Sprintf("its id has %d characters, the column holds 36", n))
+	kept := message.NewMessage(msg.UUID, bytes.Clone(msg.Payload))
+	if len(msg.Metadata) > 0 { // a nil map would be read back as nil
+		kept.Metadata = maps.Clone(msg.Metadata)
 	}
-	if schema, ok := j.schema.(wsql.DefaultPostgreSQLSchema); ok {
-		switch kind := strings.ToLower(schema.PayloadColumnType(topic)); {
-		case kind == "bytea":
-		case !json.Valid(msg.Payload):
-			return job{}, refuse("its payload is not JSON, and the table's column is: set GeneratePayloadType of the schema to BYTEA")
-		case !utf8.Valid(msg.Payload):
-			return job{}, refuse("its payload is not valid UTF-8")
-		case kind == "jsonb" && escapedNUL.Match(msg.Payload):
-			return job{}, refuse(`its payload contains \u0000, which jsonb cannot hold`)
+	kept.SetContext(msg.Context())
+
+	reason := textReason("its id", msg.UUID)
+	if _, ok := j.schema.(wsql.DefaultPostgreSQLSchema); ok && reason == "" {
+		if n := utf8.RuneCountInString(msg.UUID); n > 36 {
+			reason = fmt.Sprintf("its id has %d characters, the column holds 36", n)
 		}
 	}
-	metadata, reason := metadataJSON(msg.Metadata, true)
-	if reason != "" {
-		return job{}, refuse(reason)
+	if column := j.payloadColumn(topic); column != "" && reason == "" {
+		reason = payloadReason(msg.Payload, column)
 	}
-	return job{topic: topic, msg: msg, metadata: metadata}, nil
+	var metadata string
+	if reason == "" {
+		metadata, reason = metadataJSON(msg.Metadata, "json")
+	}
+	if reason != "" {
+		return job{}, &ValueError{Topic: topic, UUID: msg.UUID, Reason: reason}
+	}
+	return job{topic: topic, msg: kept, metadata: metadata}, nil
 }
 
-// An escaped NUL: \u0000 behind an even number of backslashes.
-var escapedNUL = regexp.MustCompile(`(^|[^\\])(\\\\)*\\u0000`)
+// payloadColumn is the type of the payload's column, json, jsonb or bytea; or "" where only the adapter knows
+// how a job is inserted.
+func (j *Jobs) payloadColumn(topic string) string {
+	schema, ok := j.schema.(wsql.DefaultPostgreSQLSchema)
+	if !ok {
+		return ""
+	}
+	column, _, _ := strings.Cut(strings.ToLower(schema.PayloadColumnType(topic)), " ") // such as "bytea not null"
+	switch column {
+	case "json", "jsonb", "bytea":
+		return column
+	}
+	return ""
+}
 
 // What watermill-sql takes for a topic.
 var topicCharacters = regexp.MustCompile(`^[A-Za-z0-9\-$:._]+$`)
 
 func (j *Jobs) checkTopic(topic string) error {
 	if !topicCharacters.MatchString(topic) {
-		return fmt.Errorf("job topic %q: only letters, digits and -$:._ make a table's name", topic)
+		return &ValueError{Topic: topic, Reason: "only letters, digits and -$:._ make a table's name"}
 	}
 	if schema, ok := j.schema.(wsql.DefaultPostgreSQLSchema); ok {
 		// A name that PostgreSQL cuts would share the table of another topic.
-		table := strings.Trim(schema.MessagesTable(topic), `"`)
-		if len(table) > 63 {
-			return fmt.Errorf("job topic %q: its table %q has %d bytes, PostgreSQL keeps 63: choose a topic of %d bytes or less",
-				topic, table, len(table), 63-(len(table)-len(topic)))
+		if table := lastIdentifier(schema.MessagesTable(topic)); len(table) > 63 {
+			return &ValueError{Topic: topic, Reason: fmt.Sprintf("its table %q has %d bytes, PostgreSQL keeps 63: choose a topic of %d bytes or less",
+				table, len(table), 63-(len(table)-len(topic)))}
 		}
 	}
 	return nil
+}
+
+// lastIdentifier is the name of a table without its schema and quotes.
+func lastIdentifier(table string) string {
+	if quoted := strings.TrimSuffix(table, `"`); quoted != table {
+		return quoted[strings.LastIndex(quoted, `"`)+1:]
+	}
+	return table[strings.LastIndex(table, ".")+1:]
 }
 
 // Initialize creates the tables of topics where they do not exist. Call it before the router runs, or create
@@ -160,7 +194,7 @@ func (j *Jobs) checkTopic(topic string) error {
 func (j *Jobs) Initialize(ctx context.Context, db cursor.Beginner, topics ...string) error {
 	for _, topic := range topics {
 		if err := j.checkTopic(topic); err != nil {
-			return err
+			return fmt.Errorf("create job tables: %w", err)
 		}
 	}
 	err := pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
@@ -184,10 +218,9 @@ func (j *Jobs) Initialize(ctx context.Context, db cursor.Beginner, topics ...str
 	return nil
 }
 
-// Flush writes a round's jobs, one statement a topic. It is called by the round.
-func (j *Jobs) Flush(trip *cursor.Trip, items []cursor.Item) error {
-	var topics []string
-	jobs := map[string][]job{}
+// byTopic returns a round's jobs in the order of their topics' first.
+func byTopic(items []cursor.Item) (topics []string, jobs map[string][]job) {
+	jobs = map[string][]job{}
 	for _, item := range items {
 		next := item.Value.(job)
 		if _, known := jobs[next.topic]; !known {
@@ -195,73 +228,89 @@ func (j *Jobs) Flush(trip *cursor.Trip, items []cursor.Item) error {
 		}
 		jobs[next.topic] = append(jobs[next.topic], next)
 	}
+	return topics, jobs
+}
+
+func payloadSize(j job) int { return len(j.msg.Payload) }
+
+// Prepare writes the jobs that an adapter inserts by its own statements. It is called by the round.
+func (j *Jobs) Prepare(ctx context.Context, tx pgx.Tx, items []cursor.Item) error {
+	topics, jobs := byTopic(items)
 	for _, topic := range topics {
-		explain := func(err error) error { return explainInsert(topic, err) }
-		if schema, ok := j.schema.(wsql.DefaultPostgreSQLSchema); ok {
-			sql, args := insertArrays(schema, topic, jobs[topic])
-			trip.Queue(explain, sql, args...)
+		if j.payloadColumn(topic) != "" {
 			continue
 		}
-		if err := j.queueInserts(trip, explain, topic, jobs[topic]); err != nil {
-			return err
+		if err := j.insertByAdapter(ctx, tx, topic, jobs[topic]); err != nil {
+			return explainInsert(topic, err)
 		}
 	}
 	return nil
 }
 
-// insertArrays inserts any number of jobs by three parameters.
-func insertArrays(schema wsql.DefaultPostgreSQLSchema, topic string, jobs []job) (string, []any) {
-	uuids, metadata := make([]string, len(jobs)), make([]string, len(jobs))
-	var payloads any
-	arrayType := "text"
-	if strings.EqualFold(schema.PayloadColumnType(topic), "bytea") {
-		arrayType = "bytea"
-		raw := make([][]byte, len(jobs))
-		for i := range jobs {
-			raw[i] = jobs[i].msg.Payload
-		}
-		payloads = raw
-	} else {
-		texts := make([]string, len(jobs))
-		for i := range jobs {
-			texts[i] = string(jobs[i].msg.Payload)
-		}
-		payloads = texts
-	}
-	for i := range jobs {
-		uuids[i], metadata[i] = jobs[i].msg.UUID, jobs[i].metadata
-	}
-	return fmt.Sprintf(`
-insert into %s (uuid, payload, metadata, transaction_id)
-select j.uuid, j.payload::%s, j.metadata::json, pg_current_xact_id()
-from unnest($1::text[], $2::%s[], $3::text[]) with ordinality as j(uuid, payload, metadata, n)
-order by j.n`, schema.MessagesTable(topic), schema.PayloadColumnType(topic), arrayType), []any{uuids, payloads, metadata}
-}
-
-// queueInserts inserts jobs by the adapter's own statement, in pieces that the protocol can hold.
-func (j *Jobs) queueInserts(trip *cursor.Trip, explain func(error) error, topic string, jobs []job) error {
+func (j *Jobs) insertByAdapter(ctx context.Context, tx pgx.Tx, topic string, jobs []job) error {
 	one, err := j.schema.InsertQuery(topic, message.Messages{jobs[0].msg})
 	if err != nil {
-		return fmt.Errorf("insert jobs of topic %q: %w", topic, err)
+		return err
 	}
-	for piece := range slices.Chunk(jobs, maxParameters/max(1, len(one.Args))) {
+	for _, piece := range pieces(jobs, maxParameters/max(1, len(one.Args)), payloadSize) {
 		messages := make(message.Messages, len(piece))
 		for i := range piece {
 			messages[i] = piece[i].msg
 		}
 		q, err := j.schema.InsertQuery(topic, messages)
 		if err != nil {
-			return fmt.Errorf("insert jobs of topic %q: %w", topic, err)
+			return err
 		}
-		for i, arg := range q.Args {
-			// Without knowing the column, pgx would send bytes as bytea, which a json column refuses.
-			if raw, ok := arg.([]byte); ok && utf8.Valid(raw) {
-				q.Args[i] = string(raw)
-			}
+		// The server has to tell the columns' types first, whatever the connection's mode: adapters give bytes
+		// for json and bytea alike. And a statement for every number of jobs is not for a statement cache.
+		if _, err := tx.Exec(ctx, q.Query, append([]any{pgx.QueryExecModeDescribeExec}, q.Args...)...); err != nil {
+			return err
 		}
-		trip.Queue(explain, q.Query, q.Args...)
 	}
 	return nil
+}
+
+// maxParameters is what a statement may have in PostgreSQL's protocol.
+const maxParameters = 65535
+
+// Flush queues a round's other jobs. It is called by the round.
+func (j *Jobs) Flush(trip *cursor.Trip, items []cursor.Item) error {
+	topics, jobs := byTopic(items)
+	for _, topic := range topics {
+		column := j.payloadColumn(topic)
+		if column == "" {
+			continue
+		}
+		table := j.schema.(wsql.DefaultPostgreSQLSchema).MessagesTable(topic)
+		for _, piece := range pieces(jobs[topic], len(jobs[topic]), payloadSize) {
+			sql, args := insertArrays(table, column, piece)
+			trip.Queue(func(err error) error { return explainInsert(topic, err) }, sql, args...)
+		}
+	}
+	return nil
+}
+
+// insertArrays inserts any number of jobs by three parameters.
+func insertArrays(table, column string, jobs []job) (string, []any) {
+	uuids, metadata := make([]string, len(jobs)), make([]string, len(jobs))
+	raw, texts := make([][]byte, len(jobs)), make([]string, len(jobs))
+	for i := range jobs {
+		uuids[i], metadata[i] = jobs[i].msg.UUID, jobs[i].metadata
+		if column == "bytea" {
+			raw[i] = jobs[i].msg.Payload
+		} else {
+			texts[i] = string(jobs[i].msg.Payload)
+		}
+	}
+	payload, arrayType, payloads := "nullif(j.payload, '')::"+column, "text", any(texts)
+	if column == "bytea" {
+		payload, arrayType, payloads = "j.payload", "bytea", raw
+	}
+	return fmt.Sprintf(`
+insert into %s (uuid, payload, metadata, transaction_id)
+select j.uuid, %s, j.metadata::json, pg_current_xact_id()
+from unnest($1::text[], $2::%s[], $3::text[]) with ordinality as j(uuid, payload, metadata, n)
+order by j.n`, table, payload, arrayType), []any{uuids, payloads, metadata}
 }
 
 func explainInsert(topic string, err error) error {

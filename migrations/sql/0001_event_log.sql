@@ -22,8 +22,10 @@ create table public.event_outbox (
     key         text,
     uuid        text        not null default gen_random_uuid()::text,
     payload     bytea       not null default '',
-    metadata    jsonb       not null default '{}' check (jsonb_typeof(metadata) = 'object'),
-    primary key (xid, id)
+    metadata    jsonb       not null default '{}', -- an object of strings, as consumers read nothing else
+    primary key (xid, id),
+    check (jsonb_typeof(metadata) = 'object'
+        and not jsonb_path_exists(metadata, 'strict $.* ? (@.type() <> "string")'))
 ) with (fillfactor = 70);
 
 create table public.event_log (
@@ -48,7 +50,7 @@ return ('x' || left(encode(sha256(convert_to(key, 'UTF8')), 'hex'), 8))::bit(32)
 
 create function public.event_outbox_number() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp
-as $$
+as $function$
 declare
     mine     constant xid8 := pg_current_xact_id();
     base     bigint;
@@ -84,7 +86,10 @@ begin
     perform pg_notify('event_log', '');
     return null;
 end
-$$;
+$function$;
+
+-- It runs with its owner's rights, so nobody else may hang it on a table of his own.
+revoke execute on function public.event_outbox_number() from public;
 
 create constraint trigger event_outbox_number after insert on public.event_outbox
     deferrable initially deferred

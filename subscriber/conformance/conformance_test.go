@@ -33,12 +33,14 @@ func (p pubSub) group(t *testing.T, consumer string) (message.Publisher, message
 		return pool
 	}
 	reading, writing := pool("4"), pool("2")
-	config := subscriber.ConsumerConfig{Name: consumer, Start: p.start, RetryDelay: 10 * time.Millisecond}
-	sub, err := subscriber.New(reading, config, watermill.NopLogger{})
+	runner, err := subscriber.NewRunner(reading, subscriber.RunnerConfig{
+		Consumers:  []subscriber.ConsumerConfig{{Name: consumer, Start: p.start, RetryDelay: 10 * time.Millisecond, RetryDelayCap: 10 * time.Millisecond}},
+		StopBudget: 100 * time.Millisecond, // some tests close with a message in hand
+	}, nil)
 	require.NoError(t, err)
 	pub, err := publisher.NewEventLog(writing, publisher.EventLogConfig{})
 	require.NoError(t, err)
-	return closingPublisher{pub, writing}, closingSubscriber{sub, reading}
+	return closingPublisher{pub, writing}, closingSubscriber{runner.Subscriber(consumer), reading}
 }
 
 func (p pubSub) single(t *testing.T) (message.Publisher, message.Subscriber) {
@@ -84,6 +86,7 @@ func TestWatermillConformanceExactlyOnce(t *testing.T) {
 	p := pubSub{db: logtest.New(t)}
 	features := features
 	features.ExactlyOnceDelivery = true
+	features.ForceShort = true // fewer messages, the same tests
 	tests.TestPubSub(t, features, p.single, p.group)
 }
 
@@ -91,6 +94,7 @@ func TestWatermillConformanceFromTheBeginning(t *testing.T) {
 	p := pubSub{db: logtest.New(t), start: cursor.FromBeginning()}
 	features := features
 	features.NewSubscriberReceivesOldMessages = true
+	features.ForceShort = true
 	// Here the suite takes every new subscriber for a consumer of its own.
 	single := func(t *testing.T) (message.Publisher, message.Subscriber) {
 		return p.group(t, watermill.NewUUID())
