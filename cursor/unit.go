@@ -140,6 +140,14 @@ func (u *Unit) Returned() bool {
 	}
 }
 
+// Err is [ErrUnitEnded] once the unit has ended.
+func (u *Unit) Err() error {
+	if !u.alive() {
+		return ErrUnitEnded
+	}
+	return nil
+}
+
 func (u *Unit) end() (failed error, items []buffered) {
 	u.mu.Lock()
 	defer u.mu.Unlock()

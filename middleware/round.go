@@ -42,7 +42,7 @@ func Capture(logger watermill.LoggerAdapter) message.HandlerMiddleware {
 				unit.Fail(err)
 				return nil, quiet(err)
 			}
-			var failed error = errExited // unless the handler returns
+			failed := errExited // unless the handler returns
 			defer func() {
 				unit.Leave(failed)
 				if failed == errExited {
@@ -50,6 +50,9 @@ func Capture(logger watermill.LoggerAdapter) message.HandlerMiddleware {
 				}
 			}()
 			produced, failed = h(msg)
+			if failed == nil {
+				failed = unanswerable(msg, unit)
+			}
 			if failed != nil {
 				logger.Debug("event handler failed", watermill.LogFields{
 					"consumer": unit.Cursor().String(), "seq": unit.Event().Seq, "err": failed,
@@ -58,6 +61,17 @@ func Capture(logger watermill.LoggerAdapter) message.HandlerMiddleware {
 			}
 			return produced, nil
 		}
+	}
+}
+
+// unanswerable tells why nothing can come of a handler's success: it nacked its message by itself, or the
+// unit ended meanwhile, as after a missed deadline. What it returned must not be published.
+func unanswerable(msg *message.Message, unit *cursor.Unit) error {
+	select {
+	case <-msg.Nacked():
+		return cursor.ErrNacked
+	default:
+		return unit.Err()
 	}
 }
 

@@ -112,7 +112,8 @@ func (j *Jobs) Publish(topic string, messages ...*message.Message) error {
 // fails with the error, and the router goes on to an ack that commits nothing.
 func refused(messages []*message.Message, err error) error {
 	for _, msg := range messages {
-		if unit, ok := cursor.UnitFromContext(msg.Context()); ok && unit.Returned() {
+		// In a unit that has ended nobody would hear of it.
+		if unit, ok := cursor.UnitFromContext(msg.Context()); ok && unit.Returned() && unit.Err() == nil {
 			unit.Fail(err)
 			return nil
 		}

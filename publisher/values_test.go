@@ -26,7 +26,9 @@ type untouched struct{ pgx.Tx }
 
 var errSent = errors.New("SQL was sent")
 
-func (untouched) ExecContext(context.Context, string, ...any) (sql.Result, error) { return nil, errSent }
+func (untouched) ExecContext(context.Context, string, ...any) (sql.Result, error) {
+	return nil, errSent
+}
 
 func (untouched) SendBatch(_ context.Context, b *pgx.Batch) pgx.BatchResults {
 	return pgx.FailedBatchResults(b, errSent)

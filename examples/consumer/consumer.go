@@ -23,16 +23,18 @@ func run(ctx context.Context, pool *pgxpool.Pool, logger watermill.LoggerAdapter
 	if err != nil {
 		return err
 	}
-	if err := jobs.Initialize(ctx, pool, "invoices"); err != nil {
-		return err
-	}
 	router, err := message.NewRouter(message.RouterConfig{}, logger)
 	if err != nil {
 		return err
 	}
 	router.AddMiddleware(middleware.Round(logger)) // before every other middleware
 	router.AddHandler("billing", "orders", orders, "invoices", jobs, bill)
-	return router.Run(ctx)
+	err = router.Run(ctx)
+	select {
+	case err = <-orders.Failed(): // it ended although nobody stopped it
+	default:
+	}
+	return err
 }
 
 // bill books an order and returns a job. The row, the job and the consumer's new position are committed together,

@@ -24,8 +24,14 @@ func TestAnOrderBecomesABookingAndAJob(t *testing.T) {
 
 	ctx, stop := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
-	go func() { ended <- run(ctx, pool, logtest.NewLogger()) }()
-	t.Cleanup(func() { stop(); <-ended })
+	go func() {
+		defer close(ended)
+		ended <- run(ctx, pool, logtest.NewLogger())
+	}()
+	t.Cleanup(func() {
+		stop()
+		<-ended
+	})
 
 	// A new consumer starts at the head of the log: it sees what is appended once its cursor is there.
 	eventually(t, ended, func() bool {
@@ -44,7 +50,6 @@ func TestAnOrderBecomesABookingAndAJob(t *testing.T) {
 
 	stop()
 	require.NoError(t, <-ended)
-	ended <- nil // for the cleanup
 }
 
 func TestTheServiceNamesAMissingAddress(t *testing.T) {

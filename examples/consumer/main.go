@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/watermill-eventlog/watermill-eventlog/migrations"
+	"github.com/watermill-eventlog/watermill-eventlog/publisher"
 )
 
 func main() {
@@ -46,6 +47,13 @@ func prepare(ctx context.Context, pool *pgxpool.Pool) error {
 	if _, err := migrations.Up(ctx, pool, nil); err != nil {
 		return err
 	}
-	_, err := pool.Exec(ctx, "create table if not exists bookings (order_id text not null)")
+	jobs, err := publisher.NewJobs(publisher.JobsConfig{})
+	if err != nil {
+		return err
+	}
+	if err := jobs.Initialize(ctx, pool, "invoices"); err != nil {
+		return err
+	}
+	_, err = pool.Exec(ctx, "create table if not exists bookings (order_id text not null)")
 	return err
 }

@@ -22,54 +22,46 @@ const (
 // errHandled is returned when there is no work left in which a worker could be killed.
 var errHandled = errors.New("everything was handled before a worker could be killed in the middle of a round: append more events")
 
-// crash is what is known of the round in which a worker was killed.
-type crash struct {
-	before int64 // effects that had been rolled back in this database before this run
-}
-
 // work has workers handle all events: the first is killed in the middle of a round, the last stops.
-func (db *database) work(ctx context.Context, verbose bool, out *display) (c crash, err error) {
+func (db *database) work(ctx context.Context, verbose bool, out *display) error {
 	defer out.stop()
 	start, err := db.standing(ctx)
 	if err != nil {
-		return c, err
-	}
-	if c.before, err = db.rolledBack(ctx); err != nil {
-		return c, err
+		return err
 	}
 	left := max(1, start.left()/int64(len(consumers)))
 	s := workerSettings{
 		Database: db.url, Verbose: verbose,
 		Pause: min(max(workTime/time.Duration(left), time.Millisecond), time.Second),
 	}
-	// The kill comes after a third of the rounds, when half of one is written.
+	// The kill comes after a third of the rounds, when half a batch is written and not committed.
 	when := moment{
 		handled: start.handled() + left/3/batchSize*batchSize*int64(len(consumers)),
-		open:    min(batchSize/2*int64(len(consumers)), max(1, left/2)),
+		open:    min(batchSize/2, max(1, left/2)),
 	}
 	number := 0
 	for hit := false; !hit; {
 		number++
 		if hit, err = db.crash(ctx, number, s, when, out); err != nil {
-			return c, err
+			return err
 		}
 	}
 
 	number++
 	p, err := startWorker(number, s, out)
 	if err != nil {
-		return c, err
+		return err
 	}
 	err = db.watch(ctx, p, out, func(s standing) (bool, error) { return s.left() == 0, nil })
 	if stopErr := p.stop(); err == nil {
 		err = stopErr
 	}
 	if err != nil {
-		return c, err
+		return err
 	}
 	out.stop()
 	out.say(p.name(), "handled the rest and was stopped")
-	return c, nil
+	return nil
 }
 
 // moment is when a worker is killed.

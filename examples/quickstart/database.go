@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -88,9 +89,10 @@ select current_database(), split_part(current_setting('server_version'), ' ', 1)
 	return nil
 }
 
-// oneLine joins the lines of an error that tried several addresses.
+// oneLine joins the lines of an error that tried several addresses, or one in several ways.
 func oneLine(err error) error {
-	return errors.New(strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\t' }), " "))
+	lines := strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\t' })
+	return errors.New(strings.Join(slices.Compact(lines), " "))
 }
 
 // errLeft is returned when something may still be running.

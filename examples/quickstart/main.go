@@ -25,20 +25,25 @@ const samplesForARun = 15
 // workerCommand makes this program one of its own workers.
 const workerCommand = "worker"
 
-const usage = `Quickstart appends GitHub webhook events to an event log, has worker processes handle them, kills the first
-worker in the middle of a round, starts another, and shows that nothing was lost or done twice.
+const usage = `Quickstart appends GitHub webhook events to an event log, has worker processes
+handle them, kills the first worker in the middle of a round, starts another,
+and counts what became of every event.
 
 usage: go run ./examples/quickstart [flags]
 
-  -database URL  work in this PostgreSQL database, beside what is in it, and keep what was written; a further
-                 run carries on (default: a server that is gone at the end)
-  -events FILE   append the events of a file, a line each: {"topic": "…", "action": "…", "payload": …};
-                 "-" is standard input (default: a bundled sample of 60 GitHub webhooks)
-  -repeat N      append the events N times (default: 15 times for the sample, once for a file)
+  -database URL  work in this PostgreSQL database and keep what was written; a
+                 further run carries on
+                 (default: a server that is gone at the end)
+  -events FILE   append the events of a file, a line each:
+                 {"topic": "...", "action": "...", "payload": ...}
+                 "-" is standard input
+                 (default: a bundled sample of 60 GitHub webhooks)
+  -repeat N      append the events N times
+                 (default: 15 times for the sample, once for a file)
   -v             show the workers' own log
 
-It exits with 0 if every event was handled exactly once, 1 if not or if something failed, 2 if it was called
-in a wrong way, and 130 if it was interrupted.
+Exit code: 0 if every event was handled exactly once, 1 if not or if something
+failed, 2 if it was called in a wrong way, 130 if it was interrupted.
 `
 
 type settings struct {
@@ -144,11 +149,14 @@ func run(ctx context.Context, s settings, events []event, out *display) (err err
 	if err := db.append(ctx, events, s.repeat, out); err != nil {
 		return err
 	}
-	crash, err := db.work(ctx, s.verbose, out)
+	rolledBack, err := db.rolledBack(ctx)
 	if err != nil {
 		return err
 	}
-	return db.report(ctx, crash, out)
+	if err := db.work(ctx, s.verbose, out); err != nil {
+		return err
+	}
+	return db.report(ctx, rolledBack, out)
 }
 
 func elapsed(since time.Time) time.Duration { return time.Since(since).Round(10 * time.Millisecond) }

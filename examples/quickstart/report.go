@@ -72,8 +72,8 @@ func (db *database) rolledBack(ctx context.Context) (int64, error) {
 	return written - there, err
 }
 
-// report shows what the database holds, and returns an error if it is not what was promised.
-func (db *database) report(ctx context.Context, c crash, out *display) error {
+// report shows what the database holds and what this run's crash has undone, and returns an error if it is not what was promised.
+func (db *database) report(ctx context.Context, rolledBackBefore int64, out *display) error {
 	all, err := db.figures(ctx)
 	if err != nil {
 		return err
@@ -91,7 +91,7 @@ func (db *database) report(ctx context.Context, c crash, out *display) error {
 		return errors.New(strings.Join(faults, "; "))
 	}
 	out.say("result", "each consumer handled every event exactly once, and every payload is the one in the log")
-	out.say("", "%s of the killed worker had been rolled back, and written again by the next", count(rolledBack-c.before, "effect"))
+	out.say("", "%s of the killed worker had been rolled back, and written again by the next", count(rolledBack-rolledBackBefore, "effect"))
 	return nil
 }
 
@@ -107,7 +107,7 @@ func faults(all []figures) []string {
 		wrong(f.Duplicates, count(f.Duplicates, "duplicate"))
 		wrong(f.Lost, count(f.Lost, "event")+" lost")
 		wrong(f.Lag, fmt.Sprintf("its cursor is %s from the head of the log", count(f.Lag, "event")))
-		wrong(f.Altered, count(f.Altered, "payload")+" differ from the log's")
+		wrong(f.Altered, count(f.Altered, "altered payload"))
 		wrong(f.Jobs-f.Events, fmt.Sprintf("%s for %s", count(f.Jobs, "job"), count(f.Events, "event")))
 		wrong(f.Effects-f.Events, fmt.Sprintf("%s for %s", count(f.Effects, "effect"), count(f.Events, "event")))
 	}
