@@ -1,0 +1,146 @@
+package subscriber_test
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
+	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/middleware"
+	"github.com/watermill-eventlog/watermill-eventlog/publisher"
+	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
+)
+
+// envWorker makes the test binary a worker process on the database that it names.
+const envWorker = "EVENTLOG_TEST_WORKER"
+
+func TestMain(m *testing.M) {
+	if url := os.Getenv(envWorker); url != "" {
+		if err := runWorker(url); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
+	pgtest.Main(m)
+}
+
+// runWorker handles the events of consumer push until it is told to stop.
+func runWorker(url string) error {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	defer stop()
+	pool, err := pgxpool.New(ctx, url)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	runner, err := subscriber.NewRunner(pool, subscriber.RunnerConfig{
+		Consumers:    []subscriber.ConsumerConfig{{Name: "push", Topic: subscriber.AllTopics, Start: fromBeginning, BatchSize: 100}},
+		PollInterval: 100 * time.Millisecond,
+	}, watermill.NewStdLogger(false, false))
+	if err != nil {
+		return err
+	}
+	jobs, err := publisher.NewJobs(publisher.JobsConfig{})
+	if err != nil {
+		return err
+	}
+	router, err := message.NewRouter(message.RouterConfig{}, watermill.NopLogger{})
+	if err != nil {
+		return err
+	}
+	router.AddMiddleware(middleware.Round(nil))
+	router.AddHandler("push", subscriber.AllTopics, runner.Subscriber("push"), "jobs", jobs, work)
+	go func() {
+		<-router.Running()
+		fmt.Println("running")
+	}()
+	return router.Run(ctx)
+}
+
+// worker is such a process, seen from outside. Its backends carry its name.
+type worker struct {
+	name    string
+	process *exec.Cmd
+}
+
+func startWorker(t *testing.T, db *pgtest.DB, number int) *worker {
+	t.Helper()
+	w := &worker{name: fmt.Sprintf("worker-%d", number)}
+	w.process = exec.Command(os.Args[0])
+	w.process.Env = append(os.Environ(), envWorker+"="+db.URL()+"&application_name="+w.name)
+	w.process.Stderr = os.Stderr
+	out, err := w.process.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, w.process.Start())
+	t.Cleanup(func() { _ = w.process.Process.Kill(); _ = w.process.Wait() })
+	line, err := bufio.NewReader(out).ReadString('\n')
+	require.NoError(t, err)
+	require.Equal(t, "running\n", line)
+	return w
+}
+
+// killInRound kills the process while its backend holds the cursor: it is stopped first, so that what is seen
+// is what is killed.
+func (w *worker) killInRound(t *testing.T, db *pgtest.DB) bool {
+	t.Helper()
+	require.NoError(t, w.process.Process.Signal(syscall.SIGSTOP))
+	inRound := pgtest.Value[bool](t, db, `select exists (select from pg_stat_activity
+		where application_name = $1 and backend_xid is not null and state = 'idle in transaction')`, w.name)
+	if !inRound {
+		require.NoError(t, w.process.Process.Signal(syscall.SIGCONT))
+		return false
+	}
+	require.NoError(t, w.process.Process.Kill())
+	_ = w.process.Wait()
+	return true
+}
+
+func TestKilledProcessesLoseAndDoubleNothing(t *testing.T) {
+	t.Parallel()
+	const events, kills = 20_000, 10
+	db := newDB(t)
+	logtest.Append(t, db, "orders", events)
+	workers := []*worker{startWorker(t, db, 1), startWorker(t, db, 2)}
+	started, killedAt := 2, []int64{}
+	for len(killedAt) < kills {
+		for i, w := range workers {
+			// Let rounds commit between two kills.
+			if at := position(t, db, "push"); len(killedAt) > 0 && at < killedAt[len(killedAt)-1]+500 {
+				continue
+			}
+			if !w.killInRound(t, db) {
+				continue
+			}
+			at := position(t, db, "push")
+			require.Less(t, at, int64(events), "the work ended before the kills did")
+			killedAt = append(killedAt, at)
+			started++
+			workers[i] = startWorker(t, db, started)
+		}
+	}
+	waitPosition(t, db, "push", events)
+	t.Logf("killed in a round at %v", killedAt)
+
+	require.Equal(t, int64(events), pgtest.Value[int64](t, db, "select count(*) from effects"))
+	require.Equal(t, int64(events), pgtest.Value[int64](t, db, "select count(distinct seq) from effects"))
+	require.Equal(t, int64(events), jobCount(t, db))
+	require.Equal(t, int64(events), pgtest.Value[int64](t, db, "select count(distinct payload::text) from watermill_jobs"))
+	require.Equal(t, int64(events), pgtest.Value[int64](t, db, "select last_seq from event_seq"))
+	for _, w := range workers {
+		require.NoError(t, w.process.Process.Signal(syscall.SIGTERM))
+		require.NoError(t, w.process.Wait(), "a stopped worker ends well")
+	}
+}
