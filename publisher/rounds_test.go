@@ -423,6 +423,34 @@ func TestStockSubscriberReadsJobsAsTheyWere(t *testing.T) {
 	}
 }
 
+func TestJobsOfEveryTopicThatIsTakenGoToATableOfTheirOwn(t *testing.T) {
+	t.Parallel()
+	s := newService(t, withPayload("bytea"))
+	topics := []string{strings.Repeat("x", 53), strings.Repeat("x", 52), "orders.v1", "orders_v1", "Orders", "orders", "my-topic", "a$b:c", "select"}
+	require.NoError(t, s.jobs.Initialize(t.Context(), s.pool, topics...))
+	logtest.Append(t, s.db, "orders", 1)
+	s.run(t, func(in *message.Message) ([]*message.Message, error) {
+		for _, topic := range topics {
+			job := msg(topic)
+			job.UUID = ""
+			job.SetContext(in.Context())
+			if err := s.jobs.Publish(topic, job); err != nil {
+				return nil, err
+			}
+		}
+		return nil, nil
+	})
+	s.passed(t, 1)
+	s.stop()
+	for _, topic := range topics {
+		if len(topic) < 50 { // the others' readers need a name for their offsets
+			require.Equal(t, topic, string(stock(t, s.db, withPayload("bytea"), topic, 1)[0].Payload))
+		}
+		require.Equal(t, []string{topic}, pgtest.Column[string](t, s.db,
+			`select convert_from(payload, 'UTF8') from `+pgx.Identifier{"watermill_" + topic}.Sanitize()))
+	}
+}
+
 func decoded(t *testing.T, text []byte) (v any) {
 	t.Helper()
 	d := json.NewDecoder(strings.NewReader(string(text)))

@@ -2,6 +2,8 @@ package main
 
 import (
 	"context"
+	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -72,4 +74,15 @@ func eventually(t *testing.T, ended <-chan error, shown func() bool) {
 		case <-again.C:
 		}
 	}
+}
+
+func TestReadmeShowsThisProgram(t *testing.T) {
+	t.Parallel()
+	readme, err := os.ReadFile("../../README.md")
+	require.NoError(t, err)
+	source, err := os.ReadFile("consumer.go")
+	require.NoError(t, err)
+	_, program, found := strings.Cut(string(source), ")\n\n")
+	require.True(t, found)
+	require.Contains(t, string(readme), "```go\n"+program+"```")
 }

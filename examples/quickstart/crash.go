@@ -179,9 +179,9 @@ func (db *database) crash(ctx context.Context, number int, s workerSettings, whe
 		out.say("again", "that round was committed just before the kill")
 		return false, nil
 	}
-	xids := make([]string, len(open))
+	transactions := make([]string, len(open))
 	for i, o := range open {
-		xids[i] = o.xid
+		transactions[i] = "transaction " + o.xid
 	}
 	now, err := db.standing(ctx)
 	if err != nil {
@@ -195,7 +195,7 @@ func (db *database) crash(ctx context.Context, number int, s workerSettings, whe
 	for i, at := range now.positions {
 		where[i] = fmt.Sprintf("%s at event %d", at.consumer, at.seq)
 	}
-	out.say("undone", "%s, not committed, in transaction %s", count(undone, "effect"), strings.Join(xids, " and "))
+	out.say("undone", "%s, not committed: PostgreSQL rolled back %s", count(undone, "effect"), strings.Join(transactions, " and "))
 	out.say("", "the cursors stand where they stood: %s", strings.Join(where, ", "))
 	return true, nil
 }

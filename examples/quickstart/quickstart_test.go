@@ -26,7 +26,7 @@ import (
 
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
-	"github.com/watermill-eventlog/watermill-eventlog/internal/testdata"
+	"github.com/watermill-eventlog/watermill-eventlog/internal/webhooks"
 )
 
 // asProgram makes this test binary the program itself; its workers inherit it.
@@ -195,7 +195,7 @@ func TestTheDefaultRunKillsAWorkerAndLosesNothing(t *testing.T) {
 	p.handledAll(t, 60*samplesForARun)
 	output := p.stdout.String()
 	assert.Regexp(t, `killed +worker \d+, by SIGKILL in the middle of a round`, output)
-	assert.Regexp(t, `undone +[1-9]\d* effects, not committed, in transaction \d+`, output)
+	assert.Regexp(t, `undone +[1-9]\d* effects, not committed: PostgreSQL rolled back transaction \d+`, output)
 	assert.Contains(t, output, "each consumer handled every event exactly once")
 	t.Logf("it took %s", time.Since(began))
 }
@@ -216,19 +216,19 @@ func TestAFurtherRunOnADatabaseCarriesOn(t *testing.T) {
 
 func TestEveryGitHubWebhookIsHandledOnceAndUnchanged(t *testing.T) {
 	t.Parallel()
-	webhooks, err := testdata.Webhooks()
+	all, err := webhooks.Webhooks()
 	require.NoError(t, err)
-	require.Len(t, webhooks, 329)
-	text, err := testdata.NDJSON()
+	require.Len(t, all, 329)
+	text, err := webhooks.NDJSON()
 	require.NoError(t, err)
 	file := filepath.Join(t.TempDir(), "webhooks.ndjson")
 	require.NoError(t, os.WriteFile(file, text, 0o600))
 	db := pgtest.New(t)
 
-	run0(t, nil, "-database", db.URL(), "-events", file).handledAll(t, len(webhooks))
+	run0(t, nil, "-database", db.URL(), "-events", file).handledAll(t, len(all))
 
 	var sent, actions []string
-	for _, w := range webhooks {
+	for _, w := range all {
 		sum := sha256.Sum256(w.Payload)
 		sent = append(sent, hex.EncodeToString(sum[:]))
 		actions = append(actions, w.Topic+" "+w.Action)

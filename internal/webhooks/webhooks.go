@@ -1,5 +1,5 @@
-// Package testdata holds real data for tests: what GitHub's webhooks send.
-package testdata
+// Package webhooks holds real data for tests: what GitHub's webhooks send.
+package webhooks
 
 import (
 	"bufio"
