@@ -264,7 +264,7 @@ func (j *Jobs) insertByAdapter(ctx context.Context, tx pgx.Tx, topic string, job
 		}
 		// The server has to tell the columns' types first, whatever the connection's mode: adapters give bytes
 		// for json and bytea alike. And a statement for every number of jobs is not for a statement cache.
-		if _, err := tx.Exec(ctx, q.Query, append([]any{}, q.Args...)...); err != nil {
+		if _, err := tx.Exec(ctx, q.Query, append([]any{pgx.QueryExecModeDescribeExec}, q.Args...)...); err != nil {
 			return err
 		}
 	}
