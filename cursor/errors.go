@@ -47,6 +47,13 @@ var (
 	ErrEnteredTwice = errors.New("the round middleware was entered twice for one message: add it once, to the router, before every other middleware")
 )
 
+// codeRefusedAppend is what the log's trigger raises when a consumer appends to the log that it reads.
+const codeRefusedAppend = "EL001"
+
+// ErrConsumerAppends is returned when a handler appends to the log that its consumer reads.
+var ErrConsumerAppends = errors.New("a consumer may not append to the log that it reads: publish a job from the handler, " +
+	"and append to the log in the handler of the job")
+
 // GapError says which number of the log is in the way. It is an [ErrConsumerGap].
 type GapError struct {
 	Seq    int64
@@ -63,14 +70,19 @@ func (e *GapError) Is(target error) bool { return target == ErrConsumerGap }
 // ErrorType is "consumer_gap".
 func (e *GapError) ErrorType() string { return "consumer_gap" }
 
-// AheadError says how far a cursor is beyond the log. It is an [ErrCursorAhead].
+// AheadError says how a cursor is beyond the log. It is an [ErrCursorAhead].
 type AheadError struct {
-	Position, Head int64
+	Position int64
+	Head     int64 // 0 when the head has caught up since
 }
 
 func (e *AheadError) Error() string {
-	return fmt.Sprintf("cursor at seq %d is ahead of the log, whose head is %d: was the database restored? "+
-		"move the cursor to where this consumer should go on", e.Position, e.Head)
+	found := fmt.Sprintf("the log's head is %d", e.Head)
+	if e.Head == 0 {
+		found = "the log's tail was lost and written anew"
+	}
+	return fmt.Sprintf("cursor at seq %d is ahead of the log: %s; was the database restored? move the cursor to where this "+
+		"consumer should go on (cursor.Seek)", e.Position, found)
 }
 
 // Is makes an AheadError an ErrCursorAhead.
@@ -87,6 +99,8 @@ func ErrorType(err error) string {
 	switch {
 	case errors.As(err, &typed):
 		return typed.ErrorType()
+	case errors.As(err, &pgErr) && pgErr.Code == codeRefusedAppend:
+		return "internal"
 	case errors.As(err, &pgErr):
 		return pgErr.Code
 	case errors.Is(err, ErrCursorMissing):
@@ -95,7 +109,8 @@ func ErrorType(err error) string {
 		return "timeout"
 	case errors.Is(err, context.Canceled):
 		return "canceled"
-	case errors.Is(err, ErrUnitBusy), errors.Is(err, ErrUnitControl), errors.Is(err, ErrCursorMoved), errors.Is(err, ErrEnteredTwice):
+	case errors.Is(err, ErrUnitBusy), errors.Is(err, ErrUnitControl), errors.Is(err, ErrCursorMoved), errors.Is(err, ErrEnteredTwice),
+		errors.Is(err, ErrConsumerAppends):
 		return "internal"
 	}
 	return "_OTHER"

@@ -11,10 +11,13 @@ import (
 type Look struct {
 	Head      int64
 	Positions map[Key]int64 // of the keys that were asked for; one without a row is not in it
+	Replays   map[Key]bool  // cursors that were asked to replay a parked event
 }
 
 const sqlLook = `
-select s.last_seq, c.consumer, c.topic, c.shard, c.last_seq
+select s.last_seq, c.consumer, c.topic, c.shard, c.last_seq, exists (
+    select from public.event_consumer_parked p
+    where p.consumer = c.consumer and p.topic = c.topic and p.shard = c.shard and p.replay_at is not null)
 from public.event_seq s
 left join (
     public.event_consumer_cursors c
@@ -29,13 +32,19 @@ func LookAt(ctx context.Context, db Querier, log *Log, keys []Key) (Look, error)
 	for i, k := range keys {
 		consumers[i], topics[i], shards[i] = k.Consumer, k.Topic, k.Shard
 	}
-	look := Look{Head: -1, Positions: make(map[Key]int64, len(keys))}
+	look := Look{Head: -1, Positions: make(map[Key]int64, len(keys)), Replays: map[Key]bool{}}
 	rows, _ := db.Query(ctx, log.Render(sqlLook), consumers, topics, shards)
 	var consumer, topic, shard *string
 	var position *int64
-	_, err := pgx.ForEachRow(rows, []any{&look.Head, &consumer, &topic, &shard, &position}, func() error {
-		if consumer != nil {
-			look.Positions[Key{Consumer: *consumer, Topic: *topic, Shard: *shard}] = *position
+	var replay bool
+	_, err := pgx.ForEachRow(rows, []any{&look.Head, &consumer, &topic, &shard, &position, &replay}, func() error {
+		if consumer == nil {
+			return nil
+		}
+		key := Key{Consumer: *consumer, Topic: *topic, Shard: *shard}
+		look.Positions[key] = *position
+		if replay {
+			look.Replays[key] = true
 		}
 		return nil
 	})

@@ -124,7 +124,7 @@ func Ensure(ctx context.Context, db Beginner, log *Log, by string, registrations
 
 	var created []Created
 	var missing []Key
-	err := pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+	err := InReadCommitted(ctx, db, func(tx pgx.Tx) error {
 		rows, _ := tx.Query(ctx, log.Render(sqlEnsure), consumers, topics, shards, starts, seqs, times, by)
 		var err error
 		created, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c Created, err error) {

@@ -29,22 +29,33 @@ type RoundConfig struct {
 	// Bound is how long the server lets the unit be idle, run one statement, or wait for a client that does
 	// not answer, before it ends the unit by itself. So a frozen process loses its lock.
 	Bound time.Duration
+
+	// ParkAfter is after how many failed attempts an event is parked. 0 is never: the consumer stands still.
+	ParkAfter int
+
+	// ResumeAge is how old both the next event and the cursor's last move must be for the consumer to go on at the
+	// head instead. 0 is never.
+	ResumeAge time.Duration
 }
 
 // Status is what a round found when it was opened.
 type Status int
 
 const (
-	// Locked: somebody else holds the cursor. An everyday outcome.
+	// Locked means that somebody else holds the cursor. An everyday outcome.
 	Locked Status = iota
-	// Waiting: the cursor's failure asks for more time before the next attempt.
+	// Waiting means that the cursor's failure asks for more time before the next attempt.
 	Waiting
-	// CaughtUp: there is nothing after the cursor.
+	// CaughtUp means that there is nothing after the cursor.
 	CaughtUp
-	// Ready: events were read, or numbers that need none handed out.
+	// Ready means that events were read, or numbers that need none handed out.
 	Ready
-	// Lost: the events after the cursor are gone.
+	// Lost means that the events up to Through are gone, or too old to be wanted.
 	Lost
+	// Parking means that the one event has failed often enough: Commit parks it.
+	Parking
+	// Replaying means that the one event was parked and is to be tried again.
+	Replaying
 )
 
 // Opening is what a round found under its lock.
@@ -54,8 +65,10 @@ type Opening struct {
 	Events   []Event  // the consumer's own, in order
 	Through  int64    // Ready, Lost: the last number that the round covers
 	Full     bool     // the batch was ended by one of its bounds and not by the end of the log
-	Failure  *Failure // the cursor's standing failure, if it is not passed yet
+	Failure  *Failure // the cursor's standing failure
 	Wait     time.Duration
+	Reason   string // Lost: "retention" or "resume_age"
+	Replay   bool   // the replay of a parked event is asked for
 
 	throughAt *time.Time // when the event Through occurred
 }
@@ -73,6 +86,11 @@ type Round struct {
 	items   map[Flusher][]Item
 	owners  []Flusher // in the order of their first item
 	cleared bool
+
+	mark      mark // what Mark writes
+	marked    bool
+	parkedFor string // Parking: the error type
+	replaying int64  // Replaying: the event
 }
 
 // NewRound prepares a turn on a connection that nobody else uses meanwhile.
@@ -83,7 +101,7 @@ func NewRound(conn *pgx.Conn, config RoundConfig) *Round {
 }
 
 const sqlSettings = `
-select set_config('eventlog.unit', $1, true),
+select set_config('eventlog.unit', $1, true), set_config('eventlog.log', $3, true),
     set_config('idle_in_transaction_session_timeout', $2, true),
     set_config('statement_timeout', $2, true),
     set_config('tcp_user_timeout', $2, true)`
@@ -106,9 +124,12 @@ with c as materialized (
             when f.seq > c.last_seq + 1 then f.seq - 1
             when f.seq = c.last_seq + 1 then f.seq
             else 9223372036854775807 end) as upto,
-        case when f.seq is null and f.through > c.last_seq then least($5, f.batch) else $5 end as events
+        least($5,
+            case when f.seq is null and f.through > c.last_seq then f.batch end,
+            case when $7 and m.through > c.last_seq and (m.slow or m.marked_by <> $8) then 1 end) as events
     from public.event_consumer_cursors c
     left join public.event_consumer_failures f on f.consumer = c.consumer and f.topic = c.topic and f.shard = c.shard
+    left join public.event_consumer_marks m on m.consumer = c.consumer and m.topic = c.topic and m.shard = c.shard
     where c.consumer = $1 and c.topic = $2 and c.shard = $3
     for update of c skip locked
 )`
@@ -159,49 +180,24 @@ select s.last_seq, coalesce((select min(l.seq) from public.event_log l), 0),
 from public.event_seq s`
 
 // Open begins the unit, locks the cursor and reads a batch, in one trip where nothing is amiss. After an
-// error or a Status other than Ready and Lost the round must be rolled back.
+// error or a Status other than Ready, Parking and Lost the round must be rolled back.
 func (r *Round) Open(ctx context.Context) (*Opening, error) {
-	log, key := r.config.Log, r.config.Key
-	bound := fmt.Sprintf("%dms", r.config.Bound.Milliseconds())
-
-	batch := &pgx.Batch{}
-	batch.BeginTx(pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
-	batch.Queue(sqlSettings, r.config.ID, bound)
-	batch.Queue(log.Render(sqlLock), key.Consumer, key.Topic, key.Shard)
-	batch.Queue(log.Render(sqlFailure), key.Consumer, key.Topic, key.Shard)
-	readSQL, readArgs := r.read()
-	batch.Queue(readSQL, readArgs...)
-
-	o := &r.opening
-	locked, err := func() (locked bool, err error) {
-		results := r.conn.SendBatch(ctx, batch)
-		defer func() { err = errors.Join(err, results.Close()) }()
-		if r.tx = results.(interface{ Tx() pgx.Tx }).Tx(); r.tx == nil {
-			return false, errors.New("no transaction")
-		}
-		for range 2 { // begin, settings
-			if _, err := results.Exec(); err != nil {
-				return false, fmt.Errorf("begin unit: %w", err)
-			}
-		}
-		switch err := results.QueryRow().Scan(&o.Position); {
-		case errors.Is(err, pgx.ErrNoRows):
-			return false, nil
-		case err != nil:
-			return false, fmt.Errorf("lock cursor: %w", err)
-		}
-		switch o.Failure, err = scanFailure(results.QueryRow()); {
-		case errors.Is(err, pgx.ErrNoRows):
-			o.Failure = nil
-		case err != nil:
-			return false, fmt.Errorf("read failure: %w", err)
+	log, key, o := r.config.Log, r.config.Key, &r.opening
+	var found state
+	locked, err := r.begin(ctx, func(batch *pgx.Batch) {
+		batch.Queue(log.Render(sqlState), key.Consumer, key.Topic, key.Shard, r.config.ResumeAge.Seconds())
+		readSQL, readArgs := r.read()
+		batch.Queue(readSQL, readArgs...)
+	}, func(results pgx.BatchResults) (err error) {
+		if found, err = scanState(results.QueryRow()); err != nil {
+			return fmt.Errorf("read state: %w", err)
 		}
 		rows, _ := results.Query()
 		if err := r.take(rows); err != nil {
-			return false, fmt.Errorf("read batch: %w", err)
+			return fmt.Errorf("read batch: %w", err)
 		}
-		return true, nil
-	}()
+		return nil
+	})
 	if err != nil {
 		return nil, explainMissingTables(log, err)
 	}
@@ -209,11 +205,103 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 		o.Status = Locked
 		return o, r.mustExist(ctx)
 	}
-	if f := o.Failure; f != nil && f.Through > o.Position && (f.Seq == 0 || f.Seq == o.Position+1) && f.Wait > 0 {
+	o.Failure, o.Replay = found.failure, found.replay
+	f := o.Standing()
+	switch {
+	case found.rewritten, f != nil && f.ErrorType == (*AheadError)(nil).ErrorType():
+		// It stays until an operator moves the cursor, also when the head has caught up.
+		return nil, &AheadError{Position: o.Position}
+	case found.stale:
+		return o, r.skipToHead(ctx)
+	}
+	r.mark = r.newMark(found.mark)
+	park := r.mustPark(f, found.mark)
+	if f != nil && f.Wait > 0 && (f.Seq == 0 || f.Seq == o.Position+1) && !park {
 		o.Status, o.Wait = Waiting, f.Wait
 		return o, nil
 	}
-	return o, r.prove(ctx)
+	if err := r.prove(ctx); err != nil {
+		return nil, err
+	}
+	if park && o.Status == Ready {
+		o.Status = Parking
+	}
+	r.mark.through = max(r.mark.through, o.Through)
+	return o, nil
+}
+
+// Standing is the cursor's failure, if the cursor has not passed it yet.
+func (o *Opening) Standing() *Failure {
+	if o.Failure == nil || o.Failure.Through <= o.Position {
+		return nil
+	}
+	return o.Failure
+}
+
+// mustPark tells whether the event at the head of the batch has failed often enough.
+func (r *Round) mustPark(f *Failure, m *mark) bool {
+	events, n := r.opening.Events, r.config.ParkAfter
+	if n <= 0 || len(events) == 0 {
+		return false
+	}
+	if f != nil && f.Seq == events[0].Seq && (f.Permanent || f.Attempts >= n) {
+		r.parkedFor = f.ErrorType
+		return true
+	}
+	if r.mark.slow && m.deathsAt(events[0].Seq, r.config.By) >= max(n, minDeaths) {
+		r.parkedFor = "internal"
+		return true
+	}
+	return false
+}
+
+// Parked is the event that a round with Status Parking parks, why, and after how many attempts.
+func (r *Round) Parked() (seq int64, errorType string, attempts int) {
+	seq = r.opening.Events[0].Seq
+	if f := r.opening.Standing(); f != nil && f.Seq == seq {
+		return seq, r.parkedFor, f.Attempts
+	}
+	return seq, r.parkedFor, r.mark.deaths - 1
+}
+
+// skipToHead plans to leave out what is older than the resume age.
+func (r *Round) skipToHead(ctx context.Context) error {
+	o := &r.opening
+	if err := r.conn.QueryRow(ctx, r.config.Log.Render("select s.last_seq from public.event_seq s")).Scan(&o.Through); err != nil {
+		return fmt.Errorf("read head: %w", err)
+	}
+	o.Status, o.Reason, o.Events, o.throughAt = Lost, "resume_age", nil, nil
+	return nil
+}
+
+// begin begins the unit, locks the cursor, and runs what else belongs in the same trip. Without the lock nothing
+// else is read.
+func (r *Round) begin(ctx context.Context, queue func(*pgx.Batch), read func(pgx.BatchResults) error) (locked bool, err error) {
+	log, key := r.config.Log, r.config.Key
+	bound := fmt.Sprintf("%dms", r.config.Bound.Milliseconds())
+	batch := &pgx.Batch{}
+	batch.BeginTx(pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
+	batch.Queue(sqlSettings, r.config.ID, bound, log.Schema()+"."+log.Name())
+	batch.Queue(log.Render(sqlLock), key.Consumer, key.Topic, key.Shard)
+	queue(batch)
+
+	results := r.conn.SendBatch(ctx, batch)
+	defer func() { err = errors.Join(err, results.Close()) }()
+	if r.tx = results.(interface{ Tx() pgx.Tx }).Tx(); r.tx == nil {
+		return false, errors.New("begin unit: no transaction")
+	}
+	for range 2 { // begin, settings
+		if _, err := results.Exec(); err != nil {
+			return false, fmt.Errorf("begin unit: %w", err)
+		}
+	}
+	switch err := results.QueryRow().Scan(&r.opening.Position); {
+	case errors.Is(err, pgx.ErrNoRows):
+		return false, nil
+	case err != nil:
+		return false, fmt.Errorf("lock cursor: %w", err)
+	}
+	return true, read(results)
 }
 
 // prove decides what may be done with what was read. The short path believes numbers that follow each other
@@ -241,7 +329,7 @@ func (r *Round) prove(ctx context.Context) error {
 			o.Status = CaughtUp
 			return nil
 		case Loss:
-			o.Status, o.Through = Lost, plan.Through
+			o.Status, o.Through, o.Reason = Lost, plan.Through, "retention"
 			return nil
 		}
 		// Events were committed between the two statements: read them.
@@ -275,6 +363,7 @@ func (r *Round) read() (string, []any) {
 	limits := r.config.Limits
 	return r.config.Log.Render(sql), []any{
 		r.config.Key.Consumer, r.config.Key.Topic, r.config.Key.Shard, int64(limits.Cover), int64(limits.Events), limits.Bytes,
+		r.config.ParkAfter > 0, r.config.By,
 	}
 }
 
@@ -406,13 +495,13 @@ with moved as (
 select 1 / count(*) from moved` // no row moved: division by zero, so that the COMMIT behind it in the trip commits nothing
 
 const sqlRecordLoss = `
-insert into public.event_consumer_losses as l (consumer, topic, shard, first_seq, last_seq, recorded_by)
-values ($1, $2, $3, $4, $5, $6)
+insert into public.event_consumer_losses as l (consumer, topic, shard, first_seq, last_seq, recorded_by, reason)
+values ($1, $2, $3, $4, $5, $6, $7)
 on conflict (consumer, topic, shard, first_seq) do update set
-    last_seq = greatest(l.last_seq, excluded.last_seq), recorded_at = clock_timestamp(), recorded_by = excluded.recorded_by,
+    last_seq = greatest(l.last_seq, excluded.last_seq), reason = excluded.reason, recorded_at = clock_timestamp(), recorded_by = excluded.recorded_by,
     settled_at = null, settled_by = null`
 
-// Commit writes what was buffered, moves the cursor to through and commits, in one trip. Through is the
+// Commit writes what was buffered, parks the event of a Parking round, records a loss, moves the cursor to through and commits, in one trip. Through is the
 // opening's Through, or, to commit a prefix, the seq of the last event whose unit ended well.
 //
 // After an error the round must be rolled back. If the connection was lost while the COMMIT was under way,
@@ -456,8 +545,15 @@ func (r *Round) Commit(ctx context.Context, through int64) error {
 
 func (r *Round) queueMove(trip *Trip, through int64) {
 	log, key, o := r.config.Log, r.config.Key, &r.opening
-	if o.Status == Lost {
-		trip.Queue(nil, log.Render(sqlRecordLoss), key.Consumer, key.Topic, key.Shard, o.Position+1, through, r.config.By)
+	switch o.Status {
+	case Replaying:
+		trip.Queue(explainEndReplay, log.Render(sqlEndReplay), key.Consumer, key.Topic, key.Shard, r.replaying, r.config.ID)
+		return
+	case Lost:
+		trip.Queue(nil, log.Render(sqlRecordLoss), key.Consumer, key.Topic, key.Shard, o.Position+1, through, r.config.By, o.Reason)
+	case Parking:
+		seq, errorType, attempts := r.Parked()
+		trip.Queue(nil, log.Render(sqlPark), key.Consumer, key.Topic, key.Shard, seq, errorType, attempts, r.config.By)
 	}
 	occurred := o.throughAt
 	if through != o.Through {
@@ -473,6 +569,20 @@ func (r *Round) queueMove(trip *Trip, through int64) {
 		r.cleared = true
 		trip.Queue(nil, log.Render(sqlClearFailure), key.Consumer, key.Topic, key.Shard, through)
 	}
+	if r.config.ParkAfter > 0 {
+		if r.mark.slow {
+			trip.Queue(nil, log.Render(sqlSettleMark), key.Consumer, key.Topic, key.Shard)
+		}
+		trip.Queue(nil, log.Render(sqlDropMark), key.Consumer, key.Topic, key.Shard, through)
+	}
+}
+
+func explainEndReplay(err error) error {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) && pgErr.Code == "22012" { // division_by_zero
+		return ErrNotParked
+	}
+	return fmt.Errorf("end replay: %w", err)
 }
 
 func explainMove(err error) error {

@@ -473,7 +473,7 @@ func TestLookSeesHeadAndPositionsWithoutATransactionID(t *testing.T) {
 	defer tx.Rollback(context.Background()) //nolint:errcheck // it only read
 	look, err := cursor.LookAt(t.Context(), tx, nil, []cursor.Key{push, {Consumer: "nobody"}})
 	require.NoError(t, err)
-	require.Equal(t, cursor.Look{Head: 3, Positions: map[cursor.Key]int64{push: 0}}, look)
+	require.Equal(t, cursor.Look{Head: 3, Positions: map[cursor.Key]int64{push: 0}, Replays: map[cursor.Key]bool{}}, look)
 	var xid *string
 	require.NoError(t, tx.QueryRow(t.Context(), "select pg_current_xact_id_if_assigned()::text").Scan(&xid))
 	require.Nil(t, xid)

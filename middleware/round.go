@@ -42,14 +42,15 @@ func Capture(logger watermill.LoggerAdapter) message.HandlerMiddleware {
 				unit.Fail(err)
 				return nil, quiet(err)
 			}
-			failed := errExited // unless the handler returns
+			failed, returned := errExited, false
 			defer func() {
 				unit.Leave(failed)
-				if failed == errExited {
+				if !returned {
 					msg.Nack() // the router never hears of this message again
 				}
 			}()
 			produced, failed = h(msg)
+			returned = true
 			if failed == nil {
 				failed = unanswerable(msg, unit)
 			}

@@ -70,7 +70,7 @@ const sqlApplied = `select m.version, m.applied_at from public.event_migrations 
 // The role needs the right to create tables in the log's schema, which must exist.
 func Up(ctx context.Context, db cursor.Beginner, log *cursor.Log) ([]Migration, error) {
 	var applied []Migration
-	err := inTx(ctx, db, func(tx pgx.Tx) error {
+	err := cursor.InReadCommitted(ctx, db, func(tx pgx.Tx) error {
 		// One lock for all logs: also "if not exists" collides in the catalogue when two create at once.
 		const lock = "watermill-eventlog migrations"
 		if _, err := tx.Exec(ctx, "select pg_advisory_xact_lock(hashtextextended($1, 0))", lock); err != nil {
@@ -104,18 +104,6 @@ insert into public.event_migrations (version, name) values ($1, $2) returning ap
 		return nil, fmt.Errorf("migrate %s: %w", log, err)
 	}
 	return applied, nil
-}
-
-// inTx runs f in a transaction that sees what was committed while it waited for a lock, whatever the database's
-// default is.
-func inTx(ctx context.Context, db cursor.Beginner, f func(pgx.Tx) error) error {
-	readCommitted := pgx.TxOptions{IsoLevel: pgx.ReadCommitted}
-	if db, ok := db.(interface {
-		BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
-	}); ok {
-		return pgx.BeginTxFunc(ctx, db, readCommitted, f)
-	}
-	return pgx.BeginFunc(ctx, db, f)
 }
 
 // Status returns every migration and when it was applied to a database. Where the migrations' table is

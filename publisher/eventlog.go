@@ -185,7 +185,7 @@ const rowsPerStatement = 100
 
 // Publish appends messages as events, in order. A message that could not be read back as it is (an empty topic,
 // a payload above MaxPayload, metadata or an id that PostgreSQL cannot hold) is a [ValueError], and nothing is
-// sent.
+// sent. A handler of an event of the same log is refused with [cursor.ErrConsumerAppends].
 //
 // The first message's context bounds the call: one that was never set has no end.
 func (p *EventLog) Publish(topic string, messages ...*message.Message) error {
@@ -194,6 +194,9 @@ func (p *EventLog) Publish(topic string, messages ...*message.Message) error {
 	}
 	events := make([]event, len(messages))
 	for i, msg := range messages {
+		if unit, ok := cursor.UnitFromContext(msg.Context()); ok && unit.Log().String() == p.config.Log.String() {
+			return refused(messages, fmt.Errorf("append to topic %q: %w", topic, cursor.ErrConsumerAppends))
+		}
 		var reason string
 		if events[i], reason = p.event(topic, msg); reason != "" {
 			return &ValueError{Topic: topic, UUID: msg.UUID, Reason: reason}

@@ -54,6 +54,20 @@ type ConsumerConfig struct {
 	// RetryDelayCap bounds RetryDelay. Defaults to one minute.
 	RetryDelayCap time.Duration
 
+	// ParkAfter is after how many failed attempts an event is parked: the cursor passes it, and a copy waits in
+	// event_consumer_parked for its replay (cursor.Replay) or its end (cursor.Discard). An error marked by
+	// cursor.Permanent parks at once. An event that ends its process is parked after ParkAfter deaths, but at
+	// least three. Events behind a parked one, also those of the same key, are handled before its replay. Each
+	// round costs one small transaction more, on a second connection of the pool. Defaults to never: the
+	// consumer stands still.
+	ParkAfter int
+
+	// ResumeAge makes a consumer that was away for long go on at the head, where the events that wait are of no
+	// use any more: a round that finds both the next event (by its RecordedAt) and the cursor's last move older
+	// than this skips to the head, logs an error and records what it skipped as lost. A cursor that moves is
+	// never moved by it. Defaults to never.
+	ResumeAge time.Duration
+
 	// WithoutMiddleware consents to a router that handles this consumer's messages without the round
 	// middleware, as FanIn's does. Without consent that is [ErrNoMiddleware].
 	WithoutMiddleware bool
@@ -127,6 +141,8 @@ func (c ConsumerConfig) validate() error {
 		positive("AckDeadline", c.AckDeadline),
 		positive("RetryDelay", c.RetryDelay),
 		positive("RetryDelayCap", c.RetryDelayCap),
+		positive("ParkAfter", c.ParkAfter),
+		positive("ResumeAge", c.ResumeAge),
 	)
 }
 
@@ -190,6 +206,10 @@ func (c RunnerConfig) validate(poolSize int) error {
 		if consumer.AckDeadline >= c.ServerBound {
 			errs = append(errs, fmt.Errorf("consumer %d (%q): AckDeadline (%v) is not below ServerBound (%v): the server would end "+
 				"a round whose handler may still ack", i, consumer.Name, consumer.AckDeadline, c.ServerBound))
+		}
+		if consumer.ParkAfter > 0 && poolSize < 2 {
+			errs = append(errs, fmt.Errorf("consumer %d (%q): ParkAfter needs a second connection, and the pool's MaxConns is %d: raise it",
+				i, consumer.Name, poolSize))
 		}
 		key := cursor.Key{Consumer: consumer.Name, Topic: consumer.Topic}
 		if known[key] {

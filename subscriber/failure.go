@@ -3,10 +3,12 @@ package subscriber
 import (
 	"context"
 	"errors"
+	"math"
 	"math/rand/v2"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
@@ -52,18 +54,30 @@ func (s *subscription) failed(err error, at span) next {
 	if s.cut.Err() != nil {
 		return next{} // the stop ended it; that is no failure
 	}
+	if s.retriedQuietly(err) {
+		return next{wait: s.config.RetryDelay}
+	}
 	attempt := cursor.Attempt{
-		Seq: at.seq, Through: max(at.through, at.seq), Batch: at.batch, ErrorType: cursor.ErrorType(err),
+		Seq: at.seq, Through: max(at.through, at.seq), Batch: at.batch, ErrorType: cursor.ErrorType(err), Permanent: cursor.IsPermanent(err),
 		Delay: s.config.RetryDelay, DelayCap: s.config.RetryDelayCap, Jitter: 0.75 + rand.Float64()/2,
+	}
+	if errors.Is(err, cursor.ErrCursorAhead) {
+		attempt.Through = math.MaxInt64 // nothing passes it but an operator
 	}
 	// Without a number there is nothing that a passing cursor could clear: remember it here.
 	if attempt.Through > 0 {
 		ctx, cancel := context.WithTimeout(s.cut, endTime)
-		failure, edge, writeErr := cursor.RecordFailure(ctx, s.runner.pool, s.runner.config.Log, s.key, s.runner.config.Instance, attempt)
+		failure, outcome, writeErr := cursor.RecordFailure(ctx, s.runner.pool, s.runner.config.Log, s.key, s.runner.config.Instance, attempt)
 		cancel()
-		if writeErr == nil {
+		switch {
+		case writeErr == nil && outcome == cursor.Passed:
+			return next{wait: s.config.RetryDelay}
+		case writeErr == nil:
 			s.standing = nil
-			s.logFailure(err, failure, edge)
+			s.logFailure(err, failure, outcome == cursor.Edge)
+			if n := s.config.ParkAfter; n > 0 && at.seq > 0 && (failure.Permanent || failure.Attempts >= n) {
+				return next{again: true} // it will be parked
+			}
 			return next{wait: failure.Wait}
 		}
 	}
@@ -75,6 +89,21 @@ func (s *subscription) failed(err error, at span) next {
 	s.logFailure(err, cursor.Failure{Seq: at.seq, ErrorType: attempt.ErrorType, Attempts: s.standing.attempts}, edge)
 	delay := min(s.config.RetryDelayCap, s.config.RetryDelay<<min(s.standing.attempts-1, 20))
 	return next{wait: time.Duration(float64(delay) * attempt.Jitter)}
+}
+
+// maxQuiet is how often in a row a round is tried again without a word.
+const maxQuiet = 5
+
+// retriedQuietly tells whether an error is one that PostgreSQL's users have to expect, and try again: a
+// serialization failure or a deadlock.
+func (s *subscription) retriedQuietly(err error) bool {
+	var pgErr *pgconn.PgError
+	if !errors.As(err, &pgErr) || pgErr.Code != "40001" && pgErr.Code != "40P01" || s.quiet >= maxQuiet {
+		return false
+	}
+	s.quiet++
+	s.runner.logger.Debug("event consumer round is tried again", watermill.LogFields{"consumer": s.key.String(), "err": err})
+	return true
 }
 
 func (s *subscription) logFailure(err error, f cursor.Failure, edge bool) {
@@ -93,7 +122,7 @@ func (s *subscription) logFailure(err error, f cursor.Failure, edge bool) {
 // process remembers.
 func (s *subscription) recovered(f *cursor.Failure) {
 	remembered := s.standing
-	s.standing = nil
+	s.standing, s.quiet = nil, 0
 	switch {
 	case f != nil:
 		s.logRecovery(f.Since, f.Attempts, f.Seq)

@@ -19,34 +19,56 @@ var errCut = errors.New("stop budget is over")
 // errWithdrawn takes a message back that nobody had received when the stop came.
 var errWithdrawn = errors.New("stopped before the message was received")
 
-// round makes one round on a connection and says what comes next. Its error ends the subscription.
-func (s *subscription) round(conn *pgxpool.Conn) (next, error) {
-	r := cursor.NewRound(conn.Conn(), cursor.RoundConfig{
+func (s *subscription) newRound(conn *pgxpool.Conn) *cursor.Round {
+	return cursor.NewRound(conn.Conn(), cursor.RoundConfig{
 		Log: s.runner.config.Log, Key: s.key, By: s.runner.config.Instance, ID: s.runner.roundID(),
 		Limits: cursor.Limits{Events: s.config.BatchSize, Bytes: s.config.BatchBytes, Cover: s.config.BatchCover},
-		Bound:  s.runner.config.ServerBound,
+		Bound:  s.runner.config.ServerBound, ParkAfter: s.config.ParkAfter, ResumeAge: s.config.ResumeAge,
 	})
+}
+
+// within runs a step of a round within the server's bound and the stop budget.
+func within[T any](s *subscription, step func(context.Context) (T, error)) (T, error) {
+	ctx, cancel := context.WithTimeout(s.cut, s.runner.config.ServerBound)
+	defer cancel()
+	return step(ctx)
+}
+
+// round makes one round on a connection and says what comes next, and whether a replay is asked for. Its error
+// ends the subscription.
+func (s *subscription) round(conn *pgxpool.Conn) (n next, replay bool, err error) {
+	r := s.newRound(conn)
 	// Also when something panics: whatever is still open is rolled back, or its connection closed.
 	defer s.end(r.Release)
 
-	ctx, cancel := context.WithTimeout(s.cut, s.runner.config.ServerBound)
-	opening, err := r.Open(ctx)
-	cancel()
+	opening, err := within(s, r.Open)
 	if err != nil {
 		s.end(r.Rollback)
-		return s.failed(err, span{seq: seqOf(err)}), nil
+		return s.failed(err, span{seq: seqOf(err)}), false, nil
 	}
 	switch opening.Status {
 	case cursor.Locked:
 		s.end(r.Rollback)
-		return next{}, nil
+		return next{}, false, nil
 	case cursor.Waiting:
 		s.end(r.Rollback)
-		return next{wait: opening.Wait}, nil
+		return next{wait: opening.Wait}, opening.Replay, nil
 	case cursor.CaughtUp:
 		s.end(r.Rollback)
 		s.recovered(nil)
-		return next{}, nil
+		return next{}, opening.Replay, nil
+	case cursor.Lost, cursor.Parking:
+		return s.commit(r, opening, opening.Through, 0), opening.Replay, nil
+	}
+	if len(opening.Events) == 0 && !opening.Full && opening.Standing() == nil && !s.mayCover() {
+		s.end(r.Rollback)
+		return next{}, opening.Replay, nil
+	}
+	if s.config.ParkAfter > 0 && len(opening.Events) > 0 {
+		if _, err := within(s, s.onPool(r.Mark)); err != nil {
+			s.end(r.Rollback)
+			return s.failed(err, span{}), false, nil
+		}
 	}
 
 	through, handed := opening.Position, 0
@@ -56,57 +78,125 @@ func (s *subscription) round(conn *pgxpool.Conn) (next, error) {
 		}
 		event := &opening.Events[i]
 		err := s.deliver(r, event)
-		if errors.Is(err, errWithdrawn) {
-			break
-		}
-		if err != nil {
+		switch {
+		case err == nil:
+			through, handed = event.Seq, handed+1
+			continue
+		case errors.Is(err, errWithdrawn):
+		case errors.Is(err, errCut):
+			s.giveUp(r)
+			return next{}, false, nil
+		case errors.Is(err, ErrNoMiddleware):
+			s.giveUp(r)
+			return next{}, false, err
+		default:
 			s.end(r.Rollback)
-			if errors.Is(err, errCut) {
-				return next{}, nil
-			}
-			if errors.Is(err, ErrNoMiddleware) {
-				return next{}, err
-			}
 			n := s.failed(err, span{seq: event.Seq, through: event.Seq})
 			// The good events before it need not wait for it.
 			n.again = n.again || event.Seq > opening.Position+1
-			return n, nil
+			return n, false, nil
 		}
-		through, handed = event.Seq, handed+1
+		break
 	}
 	if handed == len(opening.Events) {
 		through = opening.Through
 	}
-
-	switch {
-	case through == opening.Position: // the stop came first
-		s.end(r.Rollback)
-		return next{}, nil
-	case opening.Status == cursor.Ready && handed == 0 && !opening.Full && opening.Failure == nil && !s.mayCover():
-		s.end(r.Rollback)
-		return next{}, nil
+	if through == opening.Position { // the stop came first
+		s.giveUp(r)
+		return next{}, false, nil
 	}
-	ctx, cancel = context.WithTimeout(s.cut, s.runner.config.ServerBound)
-	err = r.Commit(ctx, through)
-	cancel()
+	return s.commit(r, opening, through, handed), opening.Replay, nil
+}
+
+// giveUp ends a round that a stop has cut off: nobody died in it.
+func (s *subscription) giveUp(r *cursor.Round) {
+	s.end(r.Rollback)
+	s.end(func(ctx context.Context) {
+		if err := r.Unmark(ctx, s.runner.pool); err != nil {
+			s.runner.logger.Debug("event consumer left its mark", watermill.LogFields{"consumer": s.key.String(), "err": err})
+		}
+	})
+}
+
+// onPool runs a step on a connection of its own.
+func (s *subscription) onPool(step func(context.Context, cursor.Querier) error) func(context.Context) (struct{}, error) {
+	return func(ctx context.Context) (struct{}, error) { return struct{}{}, step(ctx, s.runner.pool) }
+}
+
+// commit ends a round well, up to through, and logs what is news.
+func (s *subscription) commit(r *cursor.Round, opening *cursor.Opening, through int64, handed int) next {
+	_, err := within(s, func(ctx context.Context) (struct{}, error) { return struct{}{}, r.Commit(ctx, through) })
 	if err != nil {
 		s.end(r.Rollback)
-		if s.cut.Err() != nil {
-			return next{}, nil
+		return s.failed(err, commitSpan(opening, handed))
+	}
+	fields := watermill.LogFields{"consumer": s.key.String()}
+	switch opening.Status {
+	case cursor.Lost:
+		fields = fields.Add(watermill.LogFields{"first_seq": opening.Position + 1, "last_seq": through})
+		if opening.Reason == "resume_age" {
+			s.runner.logger.Error("event consumer skipped to the head", errors.New("the events that waited were older than ResumeAge"), fields)
+		} else {
+			s.runner.logger.Error("event consumer lost events to retention", errors.New("events were removed before they were handled"), fields)
 		}
-		return s.failed(err, commitSpan(opening, handed)), nil
-	}
-
-	if handed == 0 {
-		s.coveredAt = time.Now()
-	}
-	if opening.Status == cursor.Lost {
-		s.runner.logger.Error("event consumer lost events to retention", errors.New("events were removed before they were handled"),
-			watermill.LogFields{"consumer": s.key.String(), "first_seq": opening.Position + 1, "last_seq": through})
+	case cursor.Parking:
+		seq, errorType, attempts := r.Parked()
+		fields = fields.Add(watermill.LogFields{"seq": seq, "error.type": errorType, "attempts": attempts})
+		s.runner.logger.Error("event consumer parked an event", errors.New("it failed too often"), fields)
+	default:
+		if handed == 0 {
+			s.coveredAt = time.Now()
+		}
 	}
 	s.recovered(r.Recovered())
-	// A round that a standing failure had bounded says nothing about the end of the log.
-	return next{again: opening.Full || opening.Failure != nil || opening.Status == cursor.Lost}, nil
+	// A round that was bounded by something else than the log says nothing about its end.
+	return next{again: opening.Full || opening.Failure != nil || opening.Status != cursor.Ready}
+}
+
+// replay tries one parked event again, if there is a request, and says what comes next. Its error ends the
+// subscription.
+func (s *subscription) replay(conn *pgxpool.Conn) (next, error) {
+	r := s.newRound(conn)
+	defer s.end(r.Release)
+	opening, err := within(s, r.OpenReplay)
+	if err == nil && opening.Status == cursor.Replaying {
+		_, err = within(s, s.onPool(r.TakeReplay))
+	}
+	if err != nil {
+		s.end(r.Rollback)
+		return s.failed(err, span{}), nil
+	}
+	if opening.Status != cursor.Replaying {
+		s.end(r.Rollback)
+		return next{again: opening.Status == cursor.CaughtUp}, nil
+	}
+
+	event := &opening.Events[0]
+	if err = s.deliver(r, event); err == nil {
+		_, err = within(s, func(ctx context.Context) (struct{}, error) { return struct{}{}, r.Commit(ctx, opening.Position) })
+	}
+	fields := watermill.LogFields{"consumer": s.key.String(), "seq": event.Seq}
+	if err == nil {
+		s.runner.logger.Info("event consumer replayed a parked event", fields)
+		return next{again: true}, nil
+	}
+	s.end(r.Rollback)
+	errorType := cursor.ErrorType(err)
+	if errors.Is(err, errWithdrawn) || s.cut.Err() != nil {
+		errorType = "" // a stop is no failure
+	} else {
+		s.runner.logger.Error("event consumer failed to replay a parked event", err, fields.Add(watermill.LogFields{"error.type": errorType}))
+	}
+	s.end(func(ctx context.Context) {
+		// Where it cannot be noted, the request is gone and the event still parked.
+		if err := r.AnswerReplay(ctx, s.runner.pool, errorType); err != nil {
+			s.runner.logger.Debug("event consumer left a replay unanswered", fields.Add(watermill.LogFields{"err": err}))
+		}
+	})
+	if errors.Is(err, ErrNoMiddleware) {
+		return next{}, err
+	}
+	return next{again: true}, nil
 }
 
 // mayCover tells whether a round that met only events of other topics may move the cursor: a commit for each

@@ -39,6 +39,7 @@ type subscription struct {
 
 	coveredAt time.Time   // when a round last covered only events of other topics
 	standing  *standing   // a failure that could not be written to the database
+	quiet     int         // rounds in a row that were tried again without a word
 	offered   *time.Timer // the ack deadline of the message in hand
 }
 
@@ -163,7 +164,11 @@ func (s *subscription) turn() (next, error) {
 		return s.failed(fmt.Errorf("take a connection from the pool: %w", err), span{}), nil
 	}
 	defer conn.Release()
-	return s.round(conn)
+	n, replay, err := s.round(conn)
+	if err == nil && replay && !s.stopped() && !conn.Conn().IsClosed() {
+		n, err = s.replay(conn)
+	}
+	return n, err
 }
 
 // acquire hears the stop: nothing has begun yet that would have to be finished.

@@ -68,7 +68,7 @@ func (w *waker) poll(ctx context.Context) {
 		} else {
 			w.runner.wake(func(k cursor.Key) bool {
 				position, found := look.Positions[k]
-				return !found || position != look.Head
+				return !found || position != look.Head || look.Replays[k]
 			})
 		}
 		blind = err != nil
@@ -101,7 +101,7 @@ func (w *waker) listen(ctx context.Context) {
 		err := w.listenOnce(ctx, func() {
 			delay.Reset()
 			if lost {
-				w.runner.logger.Info("event log listener is back", nil)
+				w.runner.logger.Debug("event log listener is back", nil)
 			}
 			lost = false
 			w.runner.wake(everyone)
@@ -115,7 +115,8 @@ func (w *waker) listen(ctx context.Context) {
 		}
 		if !lost {
 			lost = true
-			w.runner.logger.Info("event log listener lost its connection, polling goes on", watermill.LogFields{"err": err})
+			// Consumers go on by polling, and what they cannot do they log themselves.
+			w.runner.logger.Debug("event log listener lost its connection, polling goes on", watermill.LogFields{"err": err})
 		}
 		if !sleep(ctx, delay.NextBackOff()) {
 			return

@@ -63,7 +63,9 @@ type Line struct {
 	Fields watermill.LogFields
 }
 
-func (l Line) String() string { return fmt.Sprintf("%s: %s err=%v %v", l.Level, l.Msg, l.Err, l.Fields) }
+func (l Line) String() string {
+	return fmt.Sprintf("%s: %s err=%v %v", l.Level, l.Msg, l.Err, l.Fields)
+}
 
 // Logger captures what is logged. With is part of it, as the router uses it.
 type Logger struct {

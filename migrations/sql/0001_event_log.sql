@@ -95,6 +95,27 @@ create constraint trigger event_outbox_number after insert on public.event_outbo
     deferrable initially deferred
     for each row execute function public.event_outbox_number();
 
+-- A consumer may not append to the log that it reads: its own unit would wait for the counter and hold it
+-- until its round ends. The round says by a setting which log it reads.
+create function public.event_refuse_append() returns trigger
+language plpgsql
+as $function$
+begin
+    if current_setting('eventlog.log', true) = tg_table_schema || '.' || regexp_replace(tg_table_name, '_[a-z]+$', '') then
+        raise exception 'a consumer may not append to the log that it reads (%.%)', tg_table_schema, tg_table_name
+            using errcode = 'EL001',
+                  hint = 'publish a job from the handler, and append to the log in the handler of the job';
+    end if;
+    return null;
+end
+$function$;
+
+create trigger event_refuse_append before insert on public.event_outbox
+    for each statement execute function public.event_refuse_append();
+
+create trigger event_refuse_append before insert on public.event_log
+    for each statement execute function public.event_refuse_append();
+
 -- A cursor: how far one consumer has got with one topic ('' = all topics) of one shard ('' = unsharded).
 create table public.event_consumer_cursors (
     consumer         text        not null check (consumer <> ''),
@@ -106,6 +127,7 @@ create table public.event_consumer_cursors (
     matched_at       timestamptz,                    -- when it was passed
     moved_at         timestamptz,                    -- when last_seq last changed
     moved_by         text,                           -- the instance that changed it
+    created_at       timestamptz not null default clock_timestamp(),
     primary key (consumer, topic, shard)
 ) with (fillfactor = 50);
 
@@ -123,18 +145,62 @@ create table public.event_consumer_failures (
     retry_at   timestamptz not null, -- no attempt before
     attempts   integer     not null,
     error_type text        not null,
+    permanent  boolean     not null, -- another attempt is of no use
     failed_by  text        not null,
     edge       boolean     not null, -- the last write changed seq or error_type (or was the first)
     primary key (consumer, topic, shard)
 ) with (fillfactor = 50);
 
--- Events that were removed before a consumer had passed them. A row stays until an operator settles it.
+-- Rounds of consumers that park: a mark is written when a round begins and deleted when it ends, whichever way.
+-- One that is left tells of a process that died in it; the next round then takes one event at a time and marks
+-- each, so that an event that kills its process is found.
+create table public.event_consumer_marks (
+    consumer  text        not null,
+    topic     text        not null,
+    shard     text        not null,
+    marked_by text        not null,
+    marked_at timestamptz not null,
+    through   bigint      not null, -- where the round that died would have ended
+    slow      boolean     not null, -- one event at a time, until through is passed
+    seq       bigint,               -- slow: the event in hand
+    deaths    integer     not null, -- slow: how often a process has died with it in hand, if this one does
+    primary key (consumer, topic, shard)
+) with (fillfactor = 50);
+
+-- Events that a consumer has passed without handling them, because they kept failing. The copy outlives the log's.
+create table public.event_consumer_parked (
+    consumer     text        not null,
+    topic        text        not null,
+    shard        text        not null,
+    seq          bigint      not null,
+    occurred_at  timestamptz not null,
+    recorded_at  timestamptz not null,
+    event_topic  text        not null,
+    key          text,
+    uuid         text        not null,
+    payload      bytea       not null,
+    metadata     jsonb       not null,
+    error_type   text        not null,
+    attempts     integer     not null, -- replays included
+    parked_at    timestamptz not null default clock_timestamp(),
+    parked_by    text        not null,
+    replay_at    timestamptz,          -- a replay was asked for
+    replay_by    text,
+    primary key (consumer, topic, shard, seq)
+);
+
+create index event_consumer_parked_replay on public.event_consumer_parked (consumer, topic, shard, seq)
+    where replay_at is not null;
+
+-- Events that a consumer was moved past by the library itself, unhandled: they had been removed before it came
+-- to them, or were older than its resume age. A row stays until an operator settles it.
 create table public.event_consumer_losses (
     consumer    text        not null,
     topic       text        not null,
     shard       text        not null,
     first_seq   bigint      not null,
     last_seq    bigint      not null,
+    reason      text        not null, -- 'retention' or 'resume_age'
     recorded_at timestamptz not null default clock_timestamp(),
     recorded_by text        not null,
     settled_at  timestamptz,
