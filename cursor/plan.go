@@ -6,11 +6,11 @@ import "fmt"
 type PlanKind int
 
 const (
-	// Idle: the cursor is at the head.
+	// Idle means that the cursor is at the head.
 	Idle PlanKind = iota
-	// Process: the numbers up to Plan.Through follow each other from the position.
+	// Process means that the numbers up to Plan.Through follow each other from the position.
 	Process
-	// Loss: the events from the position up to Plan.Through are gone from the log's old end.
+	// Loss means that the events up to Plan.Through are gone from the log's old end.
 	Loss
 )
 

@@ -1,6 +1,7 @@
 package cursor_test
 
 import (
+	"errors"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -53,17 +54,18 @@ func TestPlanRound(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
 			plan, err := cursor.PlanRound(tt.position, tt.numbers, tt.lowest, tt.head)
-			switch want := tt.err.(type) {
-			case nil:
+			var want *cursor.GapError
+			switch {
+			case tt.err == nil:
 				require.NoError(t, err)
 				require.Equal(t, tt.want, plan)
-			case *cursor.GapError:
+			case errors.As(tt.err, &want):
 				var got *cursor.GapError
 				require.ErrorAs(t, err, &got)
 				require.Equal(t, want.Seq, got.Seq)
 				require.ErrorIs(t, err, cursor.ErrConsumerGap)
 				require.Equal(t, "consumer_gap", cursor.ErrorType(err))
-			case *cursor.AheadError:
+			default:
 				var got *cursor.AheadError
 				require.ErrorAs(t, err, &got)
 				require.Equal(t, cursor.AheadError{Position: tt.position, Head: tt.head}, *got)

@@ -453,7 +453,7 @@ func (r *Round) Hand(event *Event) *Unit {
 // transaction is not as it should be.
 func (r *Round) End(acked bool) error {
 	u := r.handed
-	recorded, buffered := r.session.seal(u)
+	buffered, recorded := r.session.seal(u)
 	if err := r.session.state(u, acked); err != nil {
 		if recorded != nil {
 			return recorded
@@ -605,7 +605,7 @@ func (r *Round) Recovered() *Failure {
 // that is still running on it ends with the connection.
 func (r *Round) Rollback(ctx context.Context) {
 	if r.handed != nil {
-		r.session.seal(r.handed)
+		_, _ = r.session.seal(r.handed)
 	}
 	if !r.session.settle() {
 		r.session.abandon(ctx)

@@ -226,7 +226,7 @@ func TestEventIsDeliveredAsItWasAppended(t *testing.T) {
 				register(t, db, key, beginning)
 				conn, err := pgx.ConnectConfig(t.Context(), config)
 				require.NoError(t, err)
-				defer conn.Close(context.Background()) //nolint:errcheck // the test is over
+				defer conn.Close(context.Background())
 				r := cursor.NewRound(conn, cursor.RoundConfig{Key: key, By: "test", ID: "1", Bound: time.Minute, Limits: cursor.Limits{Events: 10, Bytes: 100, Cover: 100}})
 				o, err := r.Open(t.Context())
 				require.NoError(t, err)
@@ -470,7 +470,7 @@ func TestLookSeesHeadAndPositionsWithoutATransactionID(t *testing.T) {
 	conn := db.Conn(t)
 	tx, err := conn.Begin(t.Context())
 	require.NoError(t, err)
-	defer tx.Rollback(context.Background()) //nolint:errcheck // it only read
+	defer tx.Rollback(context.Background())
 	look, err := cursor.LookAt(t.Context(), tx, nil, []cursor.Key{push, {Consumer: "nobody"}})
 	require.NoError(t, err)
 	require.Equal(t, cursor.Look{Head: 3, Positions: map[cursor.Key]int64{push: 0}, Replays: map[cursor.Key]bool{}}, look)

@@ -164,7 +164,7 @@ func (b *unitBatch) Close() error {
 type failedBatch struct{ err error }
 
 func (b failedBatch) Exec() (pgconn.CommandTag, error) { return pgconn.CommandTag{}, b.err }
-func (b failedBatch) Query() (pgx.Rows, error)         { return failedRows{b.err}, b.err }
+func (b failedBatch) Query() (pgx.Rows, error)         { return failedRows(b), b.err }
 func (b failedBatch) QueryRow() pgx.Row                { return &unitRow{nil, b.err} }
 func (b failedBatch) Close() error                     { return b.err }
 func (b failedBatch) Tx() pgx.Tx                       { return nil }

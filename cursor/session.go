@@ -63,7 +63,7 @@ func (s *session) leave(open bool, tag string, err error) {
 }
 
 // seal ends a unit: once it has returned, no call by the unit begins.
-func (s *session) seal(u *Unit) (failed error, items []buffered) {
+func (s *session) seal(u *Unit) ([]buffered, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return u.end()

@@ -148,11 +148,12 @@ func (u *Unit) Err() error {
 	return nil
 }
 
-func (u *Unit) end() (failed error, items []buffered) {
+// end returns what was buffered, and the failure that was recorded.
+func (u *Unit) end() ([]buffered, error) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.ended = true
-	return u.failed, u.buffered
+	return u.buffered, u.failed
 }
 
 func (u *Unit) alive() bool {

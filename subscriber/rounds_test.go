@@ -47,7 +47,7 @@ func TestFailureUndoesTheWholeRoundAndIsLoggedOnce(t *testing.T) {
 		"panic error":  {func(*message.Message) error { panic(errors.New(secret)) }, "internal"},
 		"panic string": {func(*message.Message) error { panic(secret) }, "internal"},
 		"panic struct": {func(*message.Message) error { panic(struct{ token string }{secret}) }, "internal"},
-		"nil panic":    {func(*message.Message) error { panic(nil) }, "internal"}, //nolint:govet // on purpose
+		"nil panic":    {func(*message.Message) error { panic(nil) }, "internal"},
 		"nil dereference": {func(*message.Message) error {
 			var m *message.Message
 			m.UUID = secret
@@ -233,7 +233,7 @@ func TestRouterWithoutTheMiddlewareIsReported(t *testing.T) {
 	require.NoError(t, err)
 	router, err := message.NewRouter(message.RouterConfig{}, logger)
 	require.NoError(t, err)
-	router.AddNoPublisherHandler("push", "orders", runner.Subscriber("push"), func(*message.Message) error { return nil })
+	router.AddConsumerHandler("push", "orders", runner.Subscriber("push"), func(*message.Message) error { return nil })
 	ended := make(chan error, 1)
 	go func() { ended <- router.Run(t.Context()) }()
 
@@ -255,8 +255,8 @@ func TestRouterWithoutTheMiddlewareMayBeConsentedTo(t *testing.T) {
 	require.NoError(t, err)
 	router, err := message.NewRouter(message.RouterConfig{}, watermill.NopLogger{})
 	require.NoError(t, err)
-	router.AddNoPublisherHandler("push", "orders", runner.Subscriber("push"), func(*message.Message) error { return nil })
-	go router.Run(t.Context()) //nolint:errcheck // closed below
+	router.AddConsumerHandler("push", "orders", runner.Subscriber("push"), func(*message.Message) error { return nil })
+	go router.Run(t.Context())
 	require.Eventually(t, func() bool {
 		return logtest.Position(t, db, cursor.Key{Consumer: "push", Topic: "orders"}) == 3
 	}, 20*time.Second, 5*time.Millisecond)

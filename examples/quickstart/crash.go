@@ -92,7 +92,7 @@ func (db *database) watch(ctx context.Context, p *process, out *display, enough 
 		select {
 		case <-again.C:
 		case <-p.ended:
-			return fmt.Errorf("%s ended by itself: %v", p.name(), p.err)
+			return errors.Join(fmt.Errorf("%s ended by itself", p.name()), p.err)
 		case <-ctx.Done():
 			return ctx.Err()
 		}

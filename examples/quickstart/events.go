@@ -46,7 +46,7 @@ func readEvents(name string, stdin io.Reader) ([]event, error) {
 	if err != nil {
 		return nil, fmt.Errorf("-events: %w", err)
 	}
-	defer file.Close()
+	defer func() { _ = file.Close() }()
 	return parseEvents(name, file)
 }
 

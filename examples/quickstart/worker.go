@@ -92,7 +92,7 @@ func work(ctx context.Context, s workerSettings) error {
 	if err != nil {
 		return err
 	}
-	defer runner.Close()
+	defer func() { _ = runner.Close() }()
 	jobs, err := publisher.NewJobs(publisher.JobsConfig{})
 	if err != nil {
 		return err

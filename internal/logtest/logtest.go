@@ -90,6 +90,7 @@ func (l *Logger) log(level, msg string, err error, fields watermill.LogFields) {
 	l.lines.changed = make(chan struct{})
 }
 
+// Error and the following make it a watermill.LoggerAdapter.
 func (l *Logger) Error(msg string, err error, fields watermill.LogFields) {
 	l.log("error", msg, err, fields)
 }

@@ -148,12 +148,12 @@ func supervise(dir, binDir string, owner owner) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer stdin.Close()
+	defer func() { _ = stdin.Close() }()
 	replies, stdout, err := os.Pipe()
 	if err != nil {
 		return nil, errors.Join(err, commands.Close())
 	}
-	defer stdout.Close()
+	defer func() { _ = stdout.Close() }()
 
 	supervisor := exec.Command("/bin/sh", script, "supervise")
 	supervisor.Dir = dir

@@ -75,7 +75,7 @@ func (t Template) create(ctx context.Context, maintenance, name string) error {
 	if err != nil {
 		return err
 	}
-	defer conn.Close(ctx)
+	defer func() { _ = conn.Close(ctx) }()
 
 	// The lock goes with the connection.
 	hash := t.hash()
