@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"strconv"
 	"syscall"
 	"testing"
 	"time"
@@ -23,8 +24,13 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
 )
 
-// envWorker makes the test binary a worker process on the database that it names.
-const envWorker = "EVENTLOG_TEST_WORKER"
+// envWorker makes the test binary a worker process on the database that it names; envPark is its ParkAfter, and
+// envDeadly the event at which it dies.
+const (
+	envWorker = "EVENTLOG_TEST_WORKER"
+	envPark   = "EVENTLOG_TEST_PARK"
+	envDeadly = "EVENTLOG_TEST_DEADLY"
+)
 
 func TestMain(m *testing.M) {
 	if url := os.Getenv(envWorker); url != "" {
@@ -46,8 +52,19 @@ func runWorker(url string) error {
 		return err
 	}
 	defer pool.Close()
+	park, _ := strconv.Atoi(os.Getenv(envPark))
+	deadly, _ := strconv.ParseInt(os.Getenv(envDeadly), 10, 64)
+	handle := func(msg *message.Message) ([]*message.Message, error) {
+		if seqOf(msg) == deadly {
+			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+			select {} // until it arrives
+		}
+		return work(msg)
+	}
 	runner, err := subscriber.NewRunner(pool, subscriber.RunnerConfig{
-		Consumers:    []subscriber.ConsumerConfig{{Name: "push", Topic: subscriber.AllTopics, Start: fromBeginning, BatchSize: 100}},
+		Consumers: []subscriber.ConsumerConfig{{
+			Name: "push", Topic: subscriber.AllTopics, Start: fromBeginning, BatchSize: 100, ParkAfter: park,
+		}},
 		PollInterval: 100 * time.Millisecond,
 	}, watermill.NewStdLogger(false, false))
 	if err != nil {
@@ -62,7 +79,7 @@ func runWorker(url string) error {
 		return err
 	}
 	router.AddMiddleware(middleware.Round(nil))
-	router.AddHandler("push", subscriber.AllTopics, runner.Subscriber("push"), "jobs", jobs, work)
+	router.AddHandler("push", subscriber.AllTopics, runner.Subscriber("push"), "jobs", jobs, handle)
 	go func() {
 		<-router.Running()
 		fmt.Println("running")
@@ -76,11 +93,11 @@ type worker struct {
 	process *exec.Cmd
 }
 
-func startWorker(t *testing.T, db *pgtest.DB, number int) *worker {
+func startWorker(t *testing.T, db *pgtest.DB, number int, environment ...string) *worker {
 	t.Helper()
 	w := &worker{name: fmt.Sprintf("worker-%d", number)}
 	w.process = exec.Command(os.Args[0])
-	w.process.Env = append(os.Environ(), envWorker+"="+db.URL()+"&application_name="+w.name)
+	w.process.Env = append(os.Environ(), append(environment, envWorker+"="+db.URL()+"&application_name="+w.name)...)
 	w.process.Stderr = os.Stderr
 	out, err := w.process.StdoutPipe()
 	require.NoError(t, err)
