@@ -214,7 +214,9 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 	case found.stale:
 		return o, r.skipToHead(ctx)
 	}
-	r.mark = r.newMark(found.mark)
+	if r.config.ParkAfter > 0 {
+		r.mark = r.newMark(found.mark)
+	}
 	park := r.mustPark(f, found.mark)
 	if f != nil && f.Wait > 0 && (f.Seq == 0 || f.Seq == o.Position+1) && !park {
 		o.Status, o.Wait = Waiting, f.Wait
@@ -227,6 +229,7 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 		o.Status = Parking
 	}
 	r.mark.through = max(r.mark.through, o.Through)
+	o.Full = o.Full || r.mark.slow
 	return o, nil
 }
 

@@ -207,29 +207,11 @@ func TestEventThatKillsItsProcessIsParked(t *testing.T) {
 
 func TestKillsFromOutsideParkNothing(t *testing.T) {
 	t.Parallel()
-	const events = 3000
 	db := newDB(t)
-	logtest.Append(t, db, "orders", events)
-	workers := []*worker{startWorker(t, db, 1, envPark+"=1"), startWorker(t, db, 2, envPark+"=1")}
-	started, last := 2, int64(-150)
-	for kills := 0; kills < 10; {
-		for i, w := range workers {
-			at := position(t, db, "push")
-			if at < last+150 || !w.killInRound(t, db) {
-				continue
-			}
-			require.Less(t, at, int64(events), "the work ended before the kills did")
-			last = at
-			kills++
-			started++
-			workers[i] = startWorker(t, db, started, envPark+"=1")
-		}
-	}
-	waitPosition(t, db, "push", events)
+	logtest.Append(t, db, "orders", 3000)
+	killInRounds(t, db, 10, 150, envPark+"=1")
+	handledOnce(t, db)
 	require.Empty(t, parked(t, db))
-	require.Equal(t, int64(events), pgtest.Value[int64](t, db, "select count(distinct seq) from effects"))
-	require.Equal(t, int64(events), pgtest.Value[int64](t, db, "select count(*) from effects"))
-	require.Equal(t, int64(events), jobCount(t, db))
 }
 
 func TestGracefulStopLeavesNoMark(t *testing.T) {

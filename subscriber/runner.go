@@ -27,6 +27,8 @@ type Runner struct {
 	slots  chan struct{} // one for each round that may run
 	rounds atomic.Int64  // numbers the rounds of this instance
 
+	listenTimes listenTimes
+
 	ensuring   sync.Mutex
 	registered map[cursor.Key]bool // keys whose cursor was ensured
 
@@ -62,6 +64,7 @@ func NewRunner(pool *pgxpool.Pool, config RunnerConfig, logger watermill.LoggerA
 		logger:        logger,
 		failed:        make(chan error, 16),
 		slots:         make(chan struct{}, config.MaxRounds),
+		listenTimes:   defaultListenTimes,
 		registered:    map[cursor.Key]bool{},
 		subscriptions: map[*subscription]struct{}{},
 	}, nil

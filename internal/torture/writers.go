@@ -1,0 +1,214 @@
+package torture
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/jackc/pgx/v5/stdlib"
+
+	"github.com/watermill-eventlog/watermill-eventlog/publisher"
+)
+
+const (
+	writersOfAWorker = 2
+	// enough is how many events may wait for the slowest consumer before the writers slow down.
+	enough = 150
+	// appendTime bounds a transaction of a writer.
+	appendTime = 4 * time.Second
+)
+
+// errUndone ends a transaction that is to be rolled back.
+var errUndone = errors.New("undone on purpose")
+
+// writer appends in all the ways there are, and says what became of it.
+type writer struct {
+	pool   *pgxpool.Pool
+	db     *sql.DB
+	events *publisher.EventLog
+	random *rand.Rand
+}
+
+// write runs a worker's writers until ctx ends.
+func (w *worker) write(ctx context.Context) {
+	config, err := pgxpool.ParseConfig(w.url("writer"))
+	if err != nil {
+		panic(err) // the URL is ours
+	}
+	config.MaxConns = writersOfAWorker
+	pool, err := pgxpool.NewWithConfig(context.WithoutCancel(ctx), config)
+	if err != nil {
+		panic(err)
+	}
+	defer pool.Close()
+	db := stdlib.OpenDB(*config.ConnConfig)
+	defer db.Close()
+	events, err := publisher.NewEventLog(pool, publisher.EventLogConfig{})
+	if err != nil {
+		panic(err)
+	}
+	var all sync.WaitGroup
+	defer all.Wait()
+	for i := range writersOfAWorker {
+		writer := &writer{pool: pool, db: db, events: events, random: rand.New(rand.NewPCG(w.settings.Seed, uint64(10+i)))}
+		all.Go(func() { writer.run(ctx) })
+	}
+}
+
+func (w *writer) run(ctx context.Context) {
+	for n := 0; ctx.Err() == nil; n++ {
+		if n%10 == 0 && w.backlog(ctx) > enough {
+			n--
+			_ = wait(ctx, 50*time.Millisecond)
+			continue
+		}
+		w.transaction(ctx)
+		_ = wait(ctx, time.Duration(w.random.IntN(30))*time.Millisecond)
+	}
+}
+
+func (w *writer) backlog(ctx context.Context) (n int64) {
+	ctx, cancel := context.WithTimeout(ctx, appendTime)
+	defer cancel()
+	_ = w.pool.QueryRow(ctx, "select max(s.last_seq) - min(c.last_seq) from event_seq s, event_consumer_cursors c").Scan(&n)
+	return n
+}
+
+// pause is work between an append and the commit.
+func (w *writer) pause(ctx context.Context) error {
+	return wait(ctx, time.Duration(w.random.IntN(6))*time.Millisecond)
+}
+
+// messages are one to four of all kinds.
+func (w *writer) messages(ctx context.Context) message.Messages {
+	messages := make(message.Messages, 1+w.random.IntN(4))
+	for i := range messages {
+		m := message.NewMessage(watermill.NewUUID(), []byte("{}"))
+		kind := healthy
+		switch n := w.random.IntN(3000); {
+		case n < 2:
+			kind = killer
+		case n < 20:
+			kind = poison
+		case n < 40:
+			kind = curable
+		case n < 60:
+			kind = flaky
+		case n < 80:
+			kind = panics
+		}
+		m.Metadata.Set("kind", kind)
+		m.SetContext(ctx)
+		messages[i] = m
+	}
+	return messages
+}
+
+func ids(messages ...message.Messages) (ids []string) {
+	for _, m := range messages {
+		ids = append(ids, m.IDs()...)
+	}
+	return ids
+}
+
+// transaction is one, in one of the ways; it may be undone, in part or as a whole.
+func (w *writer) transaction(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), appendTime)
+	defer cancel()
+	kept, dropped := w.messages(ctx), message.Messages{}
+	if w.random.IntN(5) == 0 {
+		dropped = w.messages(ctx)
+	}
+	undo := w.random.IntN(8) == 0
+	topic := topics[w.random.IntN(len(topics))]
+	var sent bool // the commit
+	var err error
+	switch w.random.IntN(4) {
+	case 0:
+		sent, undo, dropped = true, false, nil
+		err = w.events.Publish(topic, kept...)
+	case 1:
+		sent, err = w.inPgxTx(ctx, topic, kept, dropped, undo, func(tx pgx.Tx, messages message.Messages) error {
+			return w.events.InTx(tx).Publish(topic, messages...)
+		})
+	case 2:
+		sent, err = w.inPgxTx(ctx, topic, kept, dropped, undo, func(tx pgx.Tx, messages message.Messages) error {
+			for _, m := range messages {
+				_, err := tx.Exec(ctx, `
+insert into event_outbox (topic, uuid, payload, metadata) values ($1, $2, $3, jsonb_build_object('kind', $4::text))`,
+					topic, m.UUID, []byte(m.Payload), m.Metadata.Get("kind"))
+				if err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	case 3:
+		sent, err = w.inSQLTx(ctx, topic, kept, dropped, undo)
+	}
+	switch {
+	case !sent: // what was never committed is undone for sure
+		say(workerLine{Undone: ids(kept, dropped)})
+	case err == nil:
+		say(workerLine{Committed: ids(kept), Undone: ids(dropped)})
+	default:
+		say(workerLine{Unknown: ids(kept), Undone: ids(dropped)})
+	}
+}
+
+func (w *writer) inPgxTx(
+	ctx context.Context, topic string, kept, dropped message.Messages, undo bool, publish func(pgx.Tx, message.Messages) error,
+) (sent bool, err error) {
+	tx, err := w.pool.Begin(ctx)
+	if err != nil {
+		return false, err
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(ctx)) }() // after a commit it does nothing
+	if err := errors.Join(publish(tx, kept[:1]), w.pause(ctx)); err != nil {
+		return false, err
+	}
+	if len(dropped) > 0 {
+		nested, err := tx.Begin(ctx)
+		if err != nil {
+			return false, err
+		}
+		if err := errors.Join(publish(nested, dropped), nested.Rollback(ctx)); err != nil {
+			return false, err
+		}
+	}
+	if err := errors.Join(publish(tx, kept[1:]), w.pause(ctx)); err != nil || undo {
+		return false, err
+	}
+	return true, tx.Commit(ctx)
+}
+
+func (w *writer) inSQLTx(ctx context.Context, topic string, kept, dropped message.Messages, undo bool) (sent bool, err error) {
+	tx, err := w.db.BeginTx(ctx, nil)
+	if err != nil {
+		return false, err
+	}
+	defer func() { _ = tx.Rollback() }() // after a commit it does nothing
+	events := w.events.InSQLTx(tx)
+	if err := errors.Join(events.Publish(topic, kept...), w.pause(ctx)); err != nil {
+		return false, err
+	}
+	if len(dropped) > 0 {
+		_, before := tx.ExecContext(ctx, "savepoint dropped")
+		published := events.Publish(topic, dropped...)
+		_, after := tx.ExecContext(ctx, "rollback to savepoint dropped")
+		if err := errors.Join(before, published, after, w.pause(ctx)); err != nil {
+			return false, err
+		}
+	}
+	if undo {
+		return false, nil
+	}
+	return true, tx.Commit()
+}
