@@ -487,6 +487,7 @@ with moved as (
     update public.event_consumer_cursors c set
         last_seq = $5::bigint,
         last_occurred_at = coalesce($6::timestamptz, c.last_occurred_at),
+        occurred_seq = case when $6::timestamptz is null then c.occurred_seq else $5::bigint end,
         matched_seq = coalesce(nullif($7::bigint, 0), c.matched_seq),
         matched_at = case when $7::bigint > 0 then clock_timestamp() else c.matched_at end,
         moved_at = clock_timestamp(),

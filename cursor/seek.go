@@ -23,7 +23,8 @@ with gone as (
     values ($1, $2, $3, 'seek', $4, $5, $6, $7)
 )
 update public.event_consumer_cursors c set
-    last_seq = $5, last_occurred_at = (select l.occurred_at from public.event_log l where l.seq = $5 limit 1),
+    last_seq = $5, occurred_seq = $5,
+    last_occurred_at = (select l.occurred_at from public.event_log l where l.seq = $5 limit 1),
     moved_at = clock_timestamp(), moved_by = $6
 where c.consumer = $1 and c.topic = $2 and c.shard = $3`
 

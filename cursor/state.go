@@ -22,7 +22,9 @@ select f.through, coalesce(f.seq, 0), coalesce(f.batch, 0), f.attempts, f.error_
     exists (
         select from public.event_consumer_parked p
         where p.consumer = c.consumer and p.topic = c.topic and p.shard = c.shard and p.replay_at is not null),
-    coalesce((select l.occurred_at <> c.last_occurred_at from public.event_log l where l.seq = c.last_seq limit 1), false),
+    coalesce((
+        select l.occurred_at <> c.last_occurred_at
+        from public.event_log l where l.seq = c.last_seq and c.last_seq = c.occurred_seq limit 1), false),
     case when $4::float8 > 0 and coalesce(c.moved_at, c.created_at) < clock_timestamp() - make_interval(secs => $4::float8)
         then coalesce((
             select l.recorded_at < clock_timestamp() - make_interval(secs => $4::float8)

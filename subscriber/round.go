@@ -44,7 +44,7 @@ func (s *subscription) round(conn *pgxpool.Conn) (n next, replay bool, err error
 	opening, err := within(s, r.Open)
 	if err != nil {
 		s.end(r.Rollback)
-		return s.failed(err, span{seq: seqOf(err)}), false, nil
+		return next{failed: err, at: span{seq: seqOf(err)}}, false, nil
 	}
 	switch opening.Status {
 	case cursor.Locked:
@@ -67,7 +67,7 @@ func (s *subscription) round(conn *pgxpool.Conn) (n next, replay bool, err error
 	if s.config.ParkAfter > 0 && len(opening.Events) > 0 {
 		if _, err := within(s, s.onPool(r.Mark)); err != nil {
 			s.end(r.Rollback)
-			return s.failed(err, span{}), false, nil
+			return next{failed: err}, false, nil
 		}
 	}
 
@@ -91,10 +91,9 @@ func (s *subscription) round(conn *pgxpool.Conn) (n next, replay bool, err error
 			return next{}, false, err
 		default:
 			s.end(r.Rollback)
-			n := s.failed(err, span{seq: event.Seq, through: event.Seq})
 			// The good events before it need not wait for it.
-			n.again = n.again || event.Seq > opening.Position+1
-			return n, false, nil
+			again := event.Seq > opening.Position+1
+			return next{failed: err, at: span{seq: event.Seq, through: event.Seq}, again: again}, false, nil
 		}
 		break
 	}
@@ -128,7 +127,7 @@ func (s *subscription) commit(r *cursor.Round, opening *cursor.Opening, through 
 	_, err := within(s, func(ctx context.Context) (struct{}, error) { return struct{}{}, r.Commit(ctx, through) })
 	if err != nil {
 		s.end(r.Rollback)
-		return s.failed(err, commitSpan(opening, handed))
+		return next{failed: err, at: commitSpan(opening, handed)}
 	}
 	fields := watermill.LogFields{"consumer": s.key.String()}
 	switch opening.Status {
@@ -164,7 +163,7 @@ func (s *subscription) replay(conn *pgxpool.Conn) (next, error) {
 	}
 	if err != nil {
 		s.end(r.Rollback)
-		return s.failed(err, span{}), nil
+		return next{failed: err}, nil
 	}
 	if opening.Status != cursor.Replaying {
 		s.end(r.Rollback)

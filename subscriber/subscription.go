@@ -89,6 +89,9 @@ func (s *subscription) watchStop(ctx context.Context) {
 type next struct {
 	again bool          // at once
 	wait  time.Duration // not before that, but then without a wake
+
+	failed error // the round, to be noted when its connection is back in the pool
+	at     span
 }
 
 func (s *subscription) run() {
@@ -163,9 +166,20 @@ func (s *subscription) turn() (next, error) {
 		}
 		return s.failed(fmt.Errorf("take a connection from the pool: %w", err), span{}), nil
 	}
+	n, err := s.turnOn(conn)
+	if err != nil || n.failed == nil {
+		return n, err
+	}
+	noted := s.failed(n.failed, n.at)
+	noted.again = noted.again || n.again
+	return noted, nil
+}
+
+// turnOn gives the connection back: who needs another one must not hold it meanwhile.
+func (s *subscription) turnOn(conn *pgxpool.Conn) (next, error) {
 	defer conn.Release()
 	n, replay, err := s.round(conn)
-	if err == nil && replay && !s.stopped() && !conn.Conn().IsClosed() {
+	if err == nil && n.failed == nil && replay && !s.stopped() && !conn.Conn().IsClosed() {
 		n, err = s.replay(conn)
 	}
 	return n, err

@@ -6,5 +6,8 @@
 // server showed the open round or append, and at which step it was, while the fault was made. Meanwhile a checker
 // compares in single snapshots what the cursors say with what is in the tables.
 //
+//	go test -run 'TestTorture$' -v -timeout 1h ./internal/torture -torture.faults 1000
+//	go run ./internal/torture/cmd/torture -faults 1000 -v
+//
 // The seed decides what is done, not when: two runs of a seed are alike and not the same.
 package torture

@@ -45,7 +45,6 @@ type deal struct {
 	random *rand.Rand
 	deck   []Fault
 	left   int // faults that are still to be dealt
-	under  int // faults that are being made
 	hits   map[Fault]map[Step]int
 }
 

@@ -64,11 +64,15 @@ func (s *slot) supervise() {
 }
 
 // start returns nil when the slot is over.
-
 func (s *slot) start() (*process, error) {
 	program, err := os.Executable()
 	if err != nil {
 		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.over {
+		return nil, nil
 	}
 	p := &process{slot: s, number: int(processes.Add(1)), cmd: exec.Command(program), ended: make(chan struct{})}
 	p.cmd.Env = append(os.Environ(), envWorker+"=1")
@@ -79,11 +83,6 @@ func (s *slot) start() (*process, error) {
 	}
 	if p.stdin, err = p.cmd.StdinPipe(); err != nil {
 		return nil, err
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.over {
-		return nil, errors.Join(p.stdin.Close(), stdout.Close())
 	}
 	if err := p.cmd.Start(); err != nil {
 		return nil, fmt.Errorf("start worker: %w", err)
@@ -130,7 +129,7 @@ func (p *process) follow(stdout io.Reader) {
 	switch fate(p.fate.Load()) {
 	case killed:
 	case stopped:
-		if err != nil && !(bySignal && p.dying.Load()) {
+		if byEvent := bySignal && p.dying.Load(); err != nil && !byEvent {
 			r.report.violate(KindExit, fmt.Sprintf("worker %d was stopped and ended with: %v", p.number, err))
 		}
 	case running:
@@ -189,12 +188,15 @@ func (s *slot) quiet() {
 	}
 }
 
-// stop ends the slot's process as an operator would, for good.
+// stop ends the slot's process as an operator would, for good, once it is handling.
 func (s *slot) stop() {
 	s.mu.Lock()
 	s.over = true
 	p := s.process
 	s.mu.Unlock()
+	for began := time.Now(); !p.ready.Load() && time.Since(began) < stopTime; {
+		time.Sleep(10 * time.Millisecond)
+	}
 	p.expect(stopped)
 	p.signal(syscall.SIGTERM)
 	p.wait(stopTime)

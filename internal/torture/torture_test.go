@@ -24,6 +24,22 @@ func TestMain(m *testing.M) {
 func TestTorture(t *testing.T) {
 	report := torture(t, Config{Faults: *flagFaults, Duration: *flagDuration, Seed: *flagSeed})
 	require.Empty(t, report.Violations)
+	total, byStep := 0, map[Step]int{}
+	for fault, hits := range report.Hits {
+		sum := 0
+		for step, n := range hits {
+			sum, byStep[step] = sum+n, byStep[step]+n
+		}
+		total += sum
+		if *flagDuration == 0 && *flagFaults >= 100 {
+			require.NotZero(t, sum, "no %s", fault)
+		}
+	}
+	if total >= 100 {
+		for _, step := range steps {
+			require.NotZero(t, byStep[step], "no fault hit the step %q: are its statements still those of the library?", step)
+		}
+	}
 }
 
 func TestTortureFindsACursorMovedBeforeTheFlush(t *testing.T) {

@@ -77,6 +77,7 @@ func Worker() {
 var saying sync.Mutex
 
 func say(line workerLine) {
+	line.Error = line.Error[:min(len(line.Error), 1000)] // a short line goes through a pipe as a whole, or not at all
 	text, err := json.Marshal(line)
 	if err != nil {
 		panic(err) // its fields are plain
@@ -159,7 +160,7 @@ func (w *worker) consume(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer runner.Close()
+	defer func() { _ = runner.Close() }() // it returns nil
 	jobs, err := publisher.NewJobs(publisher.JobsConfig{})
 	if err != nil {
 		return err
@@ -172,17 +173,17 @@ func (w *worker) consume(ctx context.Context) error {
 	if w.settings.Plant == plantCommitOnNack {
 		router.AddMiddleware(swallow)
 	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	var hasty sync.WaitGroup
+	defer hasty.Wait()
+	defer cancel(nil)
 	for _, c := range consumers {
 		if w.settings.Plant == plantCursorFirst && c.Name == audit {
-			var hasty sync.WaitGroup
-			defer hasty.Wait()
 			hasty.Go(func() { w.consumeHastily(ctx, pool, runner.Subscriber(audit)) })
 			continue
 		}
 		router.AddHandler(c.Name, c.Topic, runner.Subscriber(c.Name), jobTopic, jobs, w.handle)
 	}
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
 	go func() {
 		select {
 		case err := <-runner.Failed():

@@ -49,7 +49,7 @@ func (w *worker) write(ctx context.Context) {
 	}
 	defer pool.Close()
 	db := stdlib.OpenDB(*config.ConnConfig)
-	defer db.Close()
+	defer func() { _ = db.Close() }() // its connections may be broken
 	events, err := publisher.NewEventLog(pool, publisher.EventLogConfig{})
 	if err != nil {
 		panic(err)
@@ -85,6 +85,9 @@ func (w *writer) backlog(ctx context.Context) (n int64) {
 func (w *writer) pause(ctx context.Context) error {
 	return wait(ctx, time.Duration(w.random.IntN(6))*time.Millisecond)
 }
+
+// undoes tells whether a transaction is to be rolled back.
+func (w *writer) undoes() bool { return w.random.IntN(8) == 0 }
 
 // messages are one to four of all kinds.
 func (w *writer) messages(ctx context.Context) message.Messages {
@@ -126,20 +129,19 @@ func (w *writer) transaction(ctx context.Context) {
 	if w.random.IntN(5) == 0 {
 		dropped = w.messages(ctx)
 	}
-	undo := w.random.IntN(8) == 0
 	topic := topics[w.random.IntN(len(topics))]
 	var sent bool // the commit
 	var err error
 	switch w.random.IntN(4) {
 	case 0:
-		sent, undo, dropped = true, false, nil
+		sent, dropped = true, nil
 		err = w.events.Publish(topic, kept...)
 	case 1:
-		sent, err = w.inPgxTx(ctx, topic, kept, dropped, undo, func(tx pgx.Tx, messages message.Messages) error {
+		sent, err = w.inPgxTx(ctx, kept, dropped, func(tx pgx.Tx, messages message.Messages) error {
 			return w.events.InTx(tx).Publish(topic, messages...)
 		})
 	case 2:
-		sent, err = w.inPgxTx(ctx, topic, kept, dropped, undo, func(tx pgx.Tx, messages message.Messages) error {
+		sent, err = w.inPgxTx(ctx, kept, dropped, func(tx pgx.Tx, messages message.Messages) error {
 			for _, m := range messages {
 				_, err := tx.Exec(ctx, `
 insert into event_outbox (topic, uuid, payload, metadata) values ($1, $2, $3, jsonb_build_object('kind', $4::text))`,
@@ -151,7 +153,7 @@ insert into event_outbox (topic, uuid, payload, metadata) values ($1, $2, $3, js
 			return nil
 		})
 	case 3:
-		sent, err = w.inSQLTx(ctx, topic, kept, dropped, undo)
+		sent, err = w.inSQLTx(ctx, topic, kept, dropped)
 	}
 	switch {
 	case !sent: // what was never committed is undone for sure
@@ -164,7 +166,7 @@ insert into event_outbox (topic, uuid, payload, metadata) values ($1, $2, $3, js
 }
 
 func (w *writer) inPgxTx(
-	ctx context.Context, topic string, kept, dropped message.Messages, undo bool, publish func(pgx.Tx, message.Messages) error,
+	ctx context.Context, kept, dropped message.Messages, publish func(pgx.Tx, message.Messages) error,
 ) (sent bool, err error) {
 	tx, err := w.pool.Begin(ctx)
 	if err != nil {
@@ -183,13 +185,13 @@ func (w *writer) inPgxTx(
 			return false, err
 		}
 	}
-	if err := errors.Join(publish(tx, kept[1:]), w.pause(ctx)); err != nil || undo {
+	if err := errors.Join(publish(tx, kept[1:]), w.pause(ctx)); err != nil || w.undoes() {
 		return false, err
 	}
 	return true, tx.Commit(ctx)
 }
 
-func (w *writer) inSQLTx(ctx context.Context, topic string, kept, dropped message.Messages, undo bool) (sent bool, err error) {
+func (w *writer) inSQLTx(ctx context.Context, topic string, kept, dropped message.Messages) (sent bool, err error) {
 	tx, err := w.db.BeginTx(ctx, nil)
 	if err != nil {
 		return false, err
@@ -207,7 +209,7 @@ func (w *writer) inSQLTx(ctx context.Context, topic string, kept, dropped messag
 			return false, err
 		}
 	}
-	if undo {
+	if w.undoes() {
 		return false, nil
 	}
 	return true, tx.Commit()

@@ -122,7 +122,8 @@ create table public.event_consumer_cursors (
     topic            text        not null default '',
     shard            text        not null default '',
     last_seq         bigint      not null default 0, -- the last event passed
-    last_occurred_at timestamptz,                    -- of that event, on the source's clock
+    last_occurred_at timestamptz,                    -- when that event occurred, on the source's clock
+    occurred_seq     bigint,                         -- the event that last_occurred_at is of
     matched_seq      bigint,                         -- the last event that was this consumer's own
     matched_at       timestamptz,                    -- when it was passed
     moved_at         timestamptz,                    -- when last_seq last changed
