@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
 )
@@ -43,6 +44,11 @@ var (
 	// ErrNacked is returned when a handler nacked its message without saying why.
 	ErrNacked = errors.New("message was nacked")
 
+	// ErrAckedEarly is returned when a message was acked before its handler returned messages: they would be
+	// published after the end of their unit.
+	ErrAckedEarly = errors.New("the message was acked before its handler returned messages to publish: let the router ack " +
+		"(the InstantAck middleware cannot be used with a unit of work)")
+
 	// ErrEnteredTwice is returned when a message passes the round middleware a second time.
 	ErrEnteredTwice = errors.New("the round middleware was entered twice for one message: add it once, to the router, before every other middleware")
 )
@@ -70,6 +76,17 @@ func (e *GapError) Is(target error) bool { return target == ErrConsumerGap }
 // ErrorType is "consumer_gap".
 func (e *GapError) ErrorType() string { return "consumer_gap" }
 
+// UnreadableError is an event of the log that cannot be read.
+type UnreadableError struct {
+	Seq int64 // 0 when not even that could be read
+	Err error
+}
+
+func (e *UnreadableError) Error() string {
+	return fmt.Sprintf("event %d cannot be read: %v", e.Seq, e.Err)
+}
+func (e *UnreadableError) Unwrap() error { return e.Err }
+
 // AheadError says how a cursor is beyond the log. It is an [ErrCursorAhead].
 type AheadError struct {
 	Position int64
@@ -92,8 +109,23 @@ func (e *AheadError) Is(target error) bool { return target == ErrCursorAhead }
 func (e *AheadError) ErrorType() string { return "cursor_ahead" }
 
 // ErrorType classes an error for logs, metrics and records: what the error says of itself
-// (ErrorType() string), the SQLSTATE, "cursor_missing", "timeout", "canceled", or "_OTHER".
-func ErrorType(err error) string {
+// (ErrorType() string), the SQLSTATE, "cursor_missing", "timeout", "canceled", or "_OTHER". It is at most 64 bytes
+// of printable ASCII; an error whose ErrorType panics is "internal".
+func ErrorType(err error) (class string) {
+	defer func() {
+		if recover() != nil {
+			class = "internal"
+		}
+		class = strings.Map(func(r rune) rune {
+			if r <= ' ' || r > '~' {
+				return '_'
+			}
+			return r
+		}, class)
+		if class = class[:min(len(class), 64)]; class == "" {
+			class = "_OTHER"
+		}
+	}()
 	var typed interface{ ErrorType() string }
 	var pgErr *pgconn.PgError
 	switch {
@@ -110,7 +142,7 @@ func ErrorType(err error) string {
 	case errors.Is(err, context.Canceled):
 		return "canceled"
 	case errors.Is(err, ErrUnitBusy), errors.Is(err, ErrUnitControl), errors.Is(err, ErrCursorMoved), errors.Is(err, ErrEnteredTwice),
-		errors.Is(err, ErrConsumerAppends):
+		errors.Is(err, ErrConsumerAppends), errors.Is(err, ErrAckedEarly):
 		return "internal"
 	}
 	return "_OTHER"

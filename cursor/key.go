@@ -11,6 +11,9 @@ import (
 // maxKeyPart keeps a cursor's key well below what a btree index can hold.
 const maxKeyPart = 255
 
+// AllTopics is what a consumer of every topic subscribes to. No event has it for a topic.
+const AllTopics = "*"
+
 // Key names a cursor. The three parts are stored as columns, as they are: dots, slashes, case and quotes
 // mean nothing in them.
 type Key struct {

@@ -6,6 +6,7 @@ import (
 	"regexp"
 	"strings"
 	"sync"
+	"unicode"
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
@@ -72,8 +73,10 @@ func checkName(setting, name string, limit int) error {
 	case len(name) > limit:
 		return fmt.Errorf("%s has %d bytes, the limit is %d (PostgreSQL would cut it): choose a shorter one",
 			setting, len(name), limit)
-	case !utf8.ValidString(name) || strings.ContainsRune(name, 0):
-		return fmt.Errorf("%s is not valid UTF-8 without NUL", setting)
+	case !utf8.ValidString(name) || strings.ContainsFunc(name, unicode.IsControl):
+		return fmt.Errorf("%s %q is not valid UTF-8 without control characters", setting, name)
+	case strings.Contains(name, "$function$"):
+		return fmt.Errorf("%s %q contains $function$, which quotes the functions of the migrations", setting, name)
 	}
 	return nil
 }

@@ -30,6 +30,14 @@ type RoundConfig struct {
 	// not answer, before it ends the unit by itself. So a frozen process loses its lock.
 	Bound time.Duration
 
+	// Suspect is an event that failed before, where that could not be recorded: the round ends before it, or holds
+	// it alone. 0 is none.
+	Suspect int64
+
+	// MaxWait is the longest that the cursor's failure may ask for: more than that is a clock that was set. 0 is
+	// no bound.
+	MaxWait time.Duration
+
 	// ParkAfter is after how many failed attempts an event is parked. 0 is never: the consumer stands still.
 	ParkAfter int
 
@@ -76,9 +84,11 @@ type Opening struct {
 // Round is one turn of a cursor, from its lock to its commit or rollback. It is for one goroutine; the
 // units that it hands out may be used from another one.
 type Round struct {
-	conn    *pgx.Conn
-	config  RoundConfig
-	session session
+	conn             *pgx.Conn
+	config           RoundConfig
+	session          session
+	searchPath, role string // of the session: a handler may have changed them for the rest of the unit
+
 	tx      pgx.Tx // never ended: the round ends its transaction by statements of its own
 	opening Opening
 	handed  *Unit
@@ -86,6 +96,7 @@ type Round struct {
 	items   map[Flusher][]Item
 	owners  []Flusher // in the order of their first item
 	cleared bool
+	used    bool // a handler took the transaction
 
 	mark      mark // what Mark writes
 	marked    bool
@@ -104,7 +115,9 @@ const sqlSettings = `
 select set_config('eventlog.unit', $1, true), set_config('eventlog.log', $3, true),
     set_config('idle_in_transaction_session_timeout', $2, true),
     set_config('statement_timeout', $2, true),
-    set_config('tcp_user_timeout', $2, true)`
+    set_config('tcp_user_timeout', $2, true),
+    set_config('DateStyle', 'ISO', true), set_config('bytea_output', 'hex', true),
+    current_setting('search_path'), current_setting('role')`
 
 const sqlLock = `
 select c.last_seq from public.event_consumer_cursors c
@@ -121,8 +134,8 @@ const sqlReadFrom = `
 with c as materialized (
     select c.last_seq,
         least(c.last_seq + $4, case
-            when f.seq > c.last_seq + 1 then f.seq - 1
-            when f.seq = c.last_seq + 1 then f.seq
+            when coalesce(f.seq, $9) > c.last_seq + 1 then coalesce(f.seq, $9) - 1
+            when coalesce(f.seq, $9) = c.last_seq + 1 then coalesce(f.seq, $9)
             else 9223372036854775807 end) as upto,
         least($5,
             case when f.seq is null and f.through > c.last_seq then f.batch end,
@@ -218,7 +231,7 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 		r.mark = r.newMark(found.mark)
 	}
 	park := r.mustPark(f, found.mark)
-	if f != nil && f.Wait > 0 && (f.Seq == 0 || f.Seq == o.Position+1) && !park {
+	if f != nil && f.Wait > 0 && (r.config.MaxWait == 0 || f.Wait <= r.config.MaxWait) && (f.Seq == 0 || f.Seq == o.Position+1) && !park {
 		o.Status, o.Wait = Waiting, f.Wait
 		return o, nil
 	}
@@ -293,10 +306,12 @@ func (r *Round) begin(ctx context.Context, queue func(*pgx.Batch), read func(pgx
 	if r.tx = results.(interface{ Tx() pgx.Tx }).Tx(); r.tx == nil {
 		return false, errors.New("begin unit: no transaction")
 	}
-	for range 2 { // begin, settings
-		if _, err := results.Exec(); err != nil {
-			return false, fmt.Errorf("begin unit: %w", err)
-		}
+	if _, err := results.Exec(); err != nil {
+		return false, fmt.Errorf("begin unit: %w", err)
+	}
+	settings := []any{nil, nil, nil, nil, nil, nil, nil, &r.searchPath, &r.role}
+	if err := results.QueryRow().Scan(settings...); err != nil {
+		return false, fmt.Errorf("set up unit: %w", err)
 	}
 	switch err := results.QueryRow().Scan(&r.opening.Position); {
 	case errors.Is(err, pgx.ErrNoRows):
@@ -366,7 +381,7 @@ func (r *Round) read() (string, []any) {
 	limits := r.config.Limits
 	return r.config.Log.Render(sql), []any{
 		r.config.Key.Consumer, r.config.Key.Topic, r.config.Key.Shard, int64(limits.Cover), int64(limits.Events), limits.Bytes,
-		r.config.ParkAfter > 0, r.config.By,
+		r.config.ParkAfter > 0, r.config.By, r.config.Suspect,
 	}
 }
 
@@ -389,10 +404,10 @@ func (r *Round) takeAll(rows pgx.Rows) error {
 		var e Event
 		var metadata []byte
 		if err := rows.Scan(&e.Seq, &e.OccurredAt, &e.RecordedAt, &e.Topic, &e.Key, &e.UUID, &e.Payload, &metadata); err != nil {
-			return err
+			return &UnreadableError{Seq: e.Seq, Err: err}
 		}
 		if err := json.Unmarshal(metadata, &e.Metadata); err != nil {
-			return fmt.Errorf("metadata of event %d: %w", e.Seq, err)
+			return &UnreadableError{Seq: e.Seq, Err: err}
 		}
 		inOrder = inOrder && e.Seq == o.Position+1+int64(len(o.Events))
 		bytes += int64(len(e.Payload))
@@ -420,7 +435,10 @@ func (r *Round) takeTopic(rows pgx.Rows) error {
 		var topic, key, uuid *string
 		var payload, metadata []byte
 		if err := rows.Scan(&through, &inOrder, &full, &o.throughAt, &seq, &occurred, &recorded, &topic, &key, &uuid, &payload, &metadata); err != nil {
-			return err
+			if seq == nil {
+				return err
+			}
+			return &UnreadableError{Seq: *seq, Err: err}
 		}
 		o.Full = full != nil && *full
 		if seq == nil {
@@ -428,7 +446,7 @@ func (r *Round) takeTopic(rows pgx.Rows) error {
 		}
 		e := Event{Seq: *seq, OccurredAt: *occurred, RecordedAt: *recorded, Topic: *topic, Key: *key, UUID: *uuid, Payload: payload}
 		if err := json.Unmarshal(metadata, &e.Metadata); err != nil {
-			return fmt.Errorf("metadata of event %d: %w", e.Seq, err)
+			return &UnreadableError{Seq: e.Seq, Err: err}
 		}
 		o.Events = append(o.Events, e)
 	}
@@ -437,6 +455,21 @@ func (r *Round) takeTopic(rows pgx.Rows) error {
 	}
 	if through != nil && *inOrder {
 		o.Through = *through
+	}
+	return nil
+}
+
+// What a handler has set for the rest of the transaction must not steer what the library does in it, nor the next
+// event's handler.
+const sqlRestore = `select set_config('search_path', $1, true), set_config('role', $2, true)`
+
+// restore puts back what handlers are known to have changed.
+func (r *Round) restore(ctx context.Context) error {
+	if !r.session.takeChanged() {
+		return nil
+	}
+	if _, err := r.conn.Exec(ctx, sqlRestore, r.searchPath, r.role); err != nil {
+		return fmt.Errorf("restore search_path and role: %w", err)
 	}
 	return nil
 }
@@ -454,7 +487,7 @@ func (r *Round) Hand(event *Event) *Unit {
 // End ends the unit that was handed out last: from here on its handle is dead. It returns why the round must
 // fail, if it must: the message was nacked, the handler's failure was recorded on the unit, or the
 // transaction is not as it should be.
-func (r *Round) End(acked bool) error {
+func (r *Round) End(ctx context.Context, acked bool) error {
 	u := r.handed
 	buffered, recorded := r.session.seal(u)
 	if err := r.session.state(u, acked); err != nil {
@@ -468,6 +501,9 @@ func (r *Round) End(acked bool) error {
 		return recorded
 	case !acked:
 		return ErrNacked
+	}
+	if err := r.restore(ctx); err != nil {
+		return err
 	}
 	for _, b := range buffered {
 		if r.items == nil {
@@ -519,6 +555,9 @@ func (r *Round) Commit(ctx context.Context, through int64) error {
 		}
 	}
 	trip := &Trip{}
+	if r.used {
+		trip.Queue(nil, sqlRestore, r.searchPath, r.role)
+	}
 	for _, owner := range r.owners {
 		if err := owner.Flush(trip, r.items[owner]); err != nil {
 			return err
@@ -597,6 +636,20 @@ func explainMove(err error) error {
 	return fmt.Errorf("move cursor: %w", err)
 }
 
+// ClearPassed ends a failure that the cursor had passed before it was written down, and returns it. The round must
+// have been rolled back, and its connection be whole.
+func (r *Round) ClearPassed(ctx context.Context) (*Failure, error) {
+	f, key := r.opening.Failure, r.config.Key
+	if f == nil || f.Through > r.opening.Position || !r.session.settle() {
+		return nil, nil
+	}
+	tag, err := r.conn.Exec(ctx, r.config.Log.Render(sqlClearFailure), key.Consumer, key.Topic, key.Shard, r.opening.Position)
+	if err != nil || tag.RowsAffected() == 0 {
+		return nil, err
+	}
+	return f, nil
+}
+
 // Recovered is the failure that a committed round has passed, or nil.
 func (r *Round) Recovered() *Failure {
 	if r.cleared {
@@ -621,6 +674,14 @@ func (r *Round) Rollback(ctx context.Context) {
 	if _, err := r.conn.Exec(ctx, "rollback"); err != nil {
 		r.session.abandon(ctx)
 	}
+}
+
+// Leaked tells whether somebody stays inside the connection although its round was given up. It must not be
+// given back then, nor closed: its socket is.
+func (r *Round) Leaked() bool {
+	r.session.mu.Lock()
+	defer r.session.mu.Unlock()
+	return r.session.leaked
 }
 
 // Release closes the connection if it must not be used by others: because a handler left something on it, or

@@ -82,7 +82,7 @@ func TestRoundMovesItsCursorWithWhatItsHandlersWrote(t *testing.T) {
 		require.NoError(t, err)
 		_, err = tx.Exec(t.Context(), "insert into effects values ($1)", unit.Event().Seq)
 		require.NoError(t, err)
-		require.NoError(t, r.End(true))
+		require.NoError(t, r.End(t.Context(), true))
 	}
 	require.Empty(t, pgtest.Column[int64](t, db, "select seq from effects"))
 	require.NoError(t, r.Commit(t.Context(), o.Through))
@@ -104,7 +104,7 @@ func TestRoundCommitsAPrefix(t *testing.T) {
 
 	r, o := open(t, db, push)
 	r.Hand(&o.Events[0])
-	require.NoError(t, r.End(true))
+	require.NoError(t, r.End(t.Context(), true))
 	require.NoError(t, r.Commit(t.Context(), 1))
 	require.Equal(t, int64(1), logtest.Position(t, db, push))
 }
@@ -190,7 +190,7 @@ func TestConsumerOfOneTopicProvesAllNumbersAndGetsItsOwn(t *testing.T) {
 	require.Equal(t, int64(15), o.Through)
 	require.True(t, o.Full)
 	r.Hand(&o.Events[0])
-	require.NoError(t, r.End(true))
+	require.NoError(t, r.End(t.Context(), true))
 	require.NoError(t, r.Commit(t.Context(), o.Through))
 	require.Equal(t, int64(10), pgtest.Value[int64](t, db, "select matched_seq from event_consumer_cursors"))
 	require.True(t, pgtest.Value[bool](t, db, "select last_occurred_at = (select occurred_at from event_log where seq = 15) from event_consumer_cursors"))
@@ -242,7 +242,7 @@ func TestEventIsDeliveredAsItWasAppended(t *testing.T) {
 				require.NotNil(t, second.Metadata)
 				for i := range o.Events {
 					r.Hand(&o.Events[i])
-					require.NoError(t, r.End(true))
+					require.NoError(t, r.End(t.Context(), true))
 				}
 				require.NoError(t, r.Commit(t.Context(), o.Through))
 				r.Release(t.Context())
@@ -287,7 +287,7 @@ func TestHoleStopsTheRoundUntilItIsFilled(t *testing.T) {
 				}
 				for i := range o.Events {
 					r.Hand(&o.Events[i])
-					require.NoError(t, r.End(true))
+					require.NoError(t, r.End(t.Context(), true))
 				}
 				return r.Commit(t.Context(), o.Through)
 			}
@@ -388,7 +388,7 @@ func TestRoundWhoseCursorWasMovedUnderItCommitsNothing(t *testing.T) {
 	require.NoError(t, err)
 	_, err = tx.Exec(t.Context(), "update event_consumer_cursors set last_seq = 0, consumer = 'other'")
 	require.NoError(t, err)
-	require.NoError(t, r.End(true))
+	require.NoError(t, r.End(t.Context(), true))
 	require.ErrorIs(t, r.Commit(t.Context(), 1), cursor.ErrCursorMoved)
 	r.Rollback(t.Context())
 	require.Empty(t, pgtest.Column[int64](t, db, "select seq from effects"))

@@ -9,58 +9,79 @@ import (
 // unitRows keeps the connection taken until the rows are closed.
 type unitRows struct {
 	pgx.Rows
-	tx   *unitTx
-	done bool
-	err  error // ours: the unit ended under the rows
+	tx     *unitTx
+	within bool // rows of a batch: it stays open after them
+	done   bool
+	err    error // ours: the unit ended under the rows
 }
 
-func (r *unitRows) Next() bool {
-	if r.done {
-		return false
-	}
+// call runs f as the only one on the connection. Its rows are closed when f says so; when it panics, they stay
+// open, so that the connection is not used again.
+func (r *unitRows) call(f func() (closed bool)) {
 	s := r.tx.session()
 	if err := s.enter(r.tx.unit, true); err != nil {
 		r.err, r.done = err, true
-		return false
+		return
 	}
-	more := r.Rows.Next()
-	r.leave(!more)
+	tag, closed := "", false
+	var err error
+	defer func() { s.leave(!closed || r.within, tag, err) }()
+	if closed = f(); closed {
+		r.done = true
+		tag, err = r.CommandTag().String(), r.Rows.Err()
+	}
+}
+
+func (r *unitRows) Next() (more bool) {
+	if !r.done {
+		r.call(func() bool {
+			more = r.Rows.Next()
+			return !more
+		})
+	}
 	return more
 }
 
 func (r *unitRows) Close() {
-	if r.done {
-		return
+	if !r.done {
+		r.call(func() bool {
+			r.Rows.Close()
+			return true
+		})
 	}
-	s := r.tx.session()
-	if err := s.enter(r.tx.unit, true); err != nil {
-		r.err, r.done = err, true
-		return
-	}
-	r.Rows.Close()
-	r.leave(true)
 }
 
-func (r *unitRows) Scan(dest ...any) error {
+func (r *unitRows) Scan(dest ...any) (err error) {
+	r.read(func() error {
+		err = r.Rows.Scan(dest...)
+		return err
+	})
 	if r.err != nil {
 		return r.err
 	}
-	if err := r.Rows.Scan(dest...); err != nil {
-		r.Close() // pgx has closed them by itself
-		return err
-	}
-	return nil
+	return err
 }
 
-func (r *unitRows) Values() ([]any, error) {
+func (r *unitRows) Values() (values []any, err error) {
+	r.read(func() error {
+		values, err = r.Rows.Values()
+		return err
+	})
 	if r.err != nil {
 		return nil, r.err
 	}
-	values, err := r.Rows.Values()
-	if err != nil {
-		r.Close()
-	}
 	return values, err
+}
+
+// read runs f on a row. pgx closes the rows by itself when it fails.
+func (r *unitRows) read(f func() error) {
+	if r.done {
+		if r.err == nil {
+			_ = f() // pgx's own error
+		}
+		return
+	}
+	r.call(func() bool { return f() != nil })
 }
 
 func (r *unitRows) Err() error {
@@ -68,16 +89,6 @@ func (r *unitRows) Err() error {
 		return r.err
 	}
 	return r.Rows.Err()
-}
-
-func (r *unitRows) leave(closed bool) {
-	s := r.tx.session()
-	if !closed {
-		s.leave(true, "", nil)
-		return
-	}
-	r.done = true
-	s.leave(false, r.CommandTag().String(), r.Rows.Err())
 }
 
 type unitRow struct {
@@ -110,19 +121,24 @@ type unitBatch struct {
 	done bool
 }
 
-// within runs a call on the results; an error of one result does not close them.
-func (b *unitBatch) within(f func() (tag string, err error)) error {
+// call runs f on the results as the only one on the connection.
+func (b *unitBatch) call(last bool, f func() (tag string, err error)) (err error) {
 	s := b.tx.session()
 	if err := s.enter(b.tx.unit, true); err != nil {
 		return err
 	}
-	tag, err := f()
-	s.leave(true, tag, err)
+	tag, open := "", true
+	defer func() { s.leave(open, tag, err) }()
+	tag, err = f()
+	open, b.done = !last, last
 	return err
 }
 
 func (b *unitBatch) Exec() (tag pgconn.CommandTag, err error) {
-	err = b.within(func() (string, error) {
+	if b.done {
+		return b.BatchResults.Exec() // pgx's own error
+	}
+	err = b.call(false, func() (string, error) {
 		tag, err = b.BatchResults.Exec()
 		return tag.String(), err
 	})
@@ -130,15 +146,21 @@ func (b *unitBatch) Exec() (tag pgconn.CommandTag, err error) {
 }
 
 func (b *unitBatch) Query() (pgx.Rows, error) {
+	if b.done {
+		return b.BatchResults.Query() // pgx's own error
+	}
 	var rows pgx.Rows
-	err := b.within(func() (_ string, err error) {
+	err := b.call(false, func() (_ string, err error) {
 		rows, err = b.BatchResults.Query()
 		return "", err
 	})
-	if rows == nil {
+	switch {
+	case rows == nil:
 		return failedRows{err}, err
+	case err != nil:
+		return rows, err
 	}
-	return rows, err
+	return &unitRows{Rows: rows, tx: b.tx, within: true}, nil
 }
 
 func (b *unitBatch) QueryRow() pgx.Row {
@@ -150,14 +172,7 @@ func (b *unitBatch) Close() error {
 	if b.done {
 		return b.BatchResults.Close()
 	}
-	s := b.tx.session()
-	if err := s.enter(b.tx.unit, true); err != nil {
-		return err
-	}
-	b.done = true
-	err := b.BatchResults.Close()
-	s.leave(false, "", err)
-	return err
+	return b.call(true, func() (string, error) { return "", b.BatchResults.Close() })
 }
 
 // failedBatch is what SendBatch returns when the unit cannot be used.

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"regexp"
+	"strings"
 	"sync"
 
 	"github.com/jackc/pgx/v5"
@@ -16,17 +18,18 @@ type session struct {
 	conn *pgx.Conn
 
 	mu      sync.Mutex
-	settled sync.Cond // calling has become false
-	calling bool      // somebody is inside pgx
-	open    bool      // rows or batch results are not closed
+	calling bool          // somebody is inside pgx
+	quiet   chan struct{} // closed when calling becomes false
+	open    bool          // rows or batch results are not closed
 	closed  bool
-	altered bool  // a handler changed the session itself
+	leaked  bool  // somebody stays inside pgx
+	altered bool  // a handler may have changed what outlasts the transaction
+	changed bool  // since the last restore
 	cause   error // the first error of the aborted transaction
 }
 
 func (s *session) init(conn *pgx.Conn) {
 	s.conn = conn
-	s.settled.L = &s.mu
 }
 
 // enter begins a call into pgx by a unit. within is true for calls on rows that are already open.
@@ -40,7 +43,7 @@ func (s *session) enter(u *Unit, within bool) error {
 		u.Fail(ErrUnitBusy)
 		return ErrUnitBusy
 	}
-	s.calling = true
+	s.calling, s.quiet = true, make(chan struct{})
 	return nil
 }
 
@@ -49,9 +52,9 @@ func (s *session) leave(open bool, tag string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.calling, s.open = false, open
-	switch tag {
-	case "SET", "RESET", "LISTEN", "DISCARD ALL":
-		s.altered = true
+	close(s.quiet)
+	if first, _, _ := strings.Cut(tag, " "); sessionTags[first] {
+		s.altered, s.changed = true, true
 	}
 	switch {
 	case s.conn.PgConn().TxStatus() != 'E':
@@ -59,7 +62,24 @@ func (s *session) leave(open bool, tag string, err error) {
 	case s.cause == nil && err != nil:
 		s.cause = err
 	}
-	s.settled.Broadcast()
+}
+
+// sessionTags begin the command tags of statements whose effect may outlast the transaction.
+var sessionTags = map[string]bool{
+	"SET": true, "RESET": true, "DISCARD": true, "LISTEN": true, "UNLISTEN": true, "LOAD": true,
+	"PREPARE": true, "DEALLOCATE": true, "DECLARE": true, "CREATE": true, // a temporary table
+}
+
+// sessionStatement finds such statements in a text, where their tags are not to be had.
+var sessionStatement = regexp.MustCompile(`(?i)(^|;)\s*(set|reset|discard|listen|unlisten|load|prepare|deallocate|declare|create)\s`)
+
+// sent notes a text whose command tags will not all be seen.
+func (s *session) sent(sql string) {
+	if sessionStatement.MatchString(sql) {
+		s.mu.Lock()
+		s.altered, s.changed = true, true
+		s.mu.Unlock()
+	}
 }
 
 // seal ends a unit: once it has returned, no call by the unit begins.
@@ -103,14 +123,24 @@ func (s *session) settle() bool {
 	return !s.calling && !s.open && !s.closed && !s.conn.IsClosed()
 }
 
+// takeChanged tells whether there is something to restore, and takes it as done.
+func (s *session) takeChanged() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	changed := s.changed
+	s.changed = false
+	return changed
+}
+
 func (s *session) spoiled() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.calling || s.open || s.altered
 }
 
-// abandon closes the connection. A statement that is still running on it is ended by closing the socket
-// below it; only when its caller is out of pgx may the connection itself be touched.
+// abandon closes the connection. A statement that is still running on it is ended by closing the socket below it;
+// only when its caller is out of pgx may the connection itself be touched. A caller that stays in pgx (a CopyFrom
+// whose source blocks, say) is waited for until ctx ends; then the connection is left to it, see [Round.Leaked].
 func (s *session) abandon(ctx context.Context) {
 	s.mu.Lock()
 	if s.closed {
@@ -118,13 +148,19 @@ func (s *session) abandon(ctx context.Context) {
 		return
 	}
 	s.closed = true
-	if s.calling {
-		_ = s.conn.PgConn().Conn().Close()
-	}
-	for s.calling {
-		s.settled.Wait()
-	}
+	calling, quiet := s.calling, s.quiet
 	s.mu.Unlock()
+	if calling {
+		_ = s.conn.PgConn().Conn().Close()
+		select {
+		case <-quiet:
+		case <-ctx.Done():
+			s.mu.Lock()
+			s.leaked = true
+			s.mu.Unlock()
+			return
+		}
+	}
 	_ = s.conn.Close(ctx)
 }
 
@@ -177,6 +213,9 @@ func (t *unitTx) Rollback(ctx context.Context) error {
 }
 
 func (t *unitTx) Exec(ctx context.Context, sql string, args ...any) (tag pgconn.CommandTag, err error) {
+	if strings.Contains(sql, ";") {
+		t.session().sent(sql) // only the last tag is seen
+	}
 	err = t.call(func() (string, error) {
 		tag, err = t.tx.Exec(ctx, sql, args...)
 		return tag.String(), err
@@ -205,15 +244,13 @@ func (t *unitTx) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, 
 	if err := s.enter(t.unit, false); err != nil {
 		return failedRows{err}, err
 	}
-	rows, err := t.tx.Query(ctx, sql, args...)
-	guarded := &unitRows{Rows: rows, tx: t}
-	if err != nil {
-		guarded.done = true
-		s.leave(false, "", err)
-		return guarded, err
-	}
-	s.leave(true, "", nil)
-	return guarded, nil
+	open := true // also when something panics: then the connection is not used again
+	var err error
+	defer func() { s.leave(open, "", err) }()
+	var rows pgx.Rows
+	rows, err = t.tx.Query(ctx, sql, args...)
+	open = err == nil
+	return &unitRows{Rows: rows, tx: t, done: !open}, err
 }
 
 func (t *unitTx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
@@ -226,9 +263,11 @@ func (t *unitTx) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
 	if err := s.enter(t.unit, false); err != nil {
 		return failedBatch{err}
 	}
-	results := t.tx.SendBatch(ctx, b)
-	s.leave(true, "", nil)
-	return &unitBatch{BatchResults: results, tx: t}
+	for _, q := range b.QueuedQueries {
+		s.sent(q.SQL)
+	}
+	defer s.leave(true, "", nil)
+	return &unitBatch{BatchResults: t.tx.SendBatch(ctx, b), tx: t}
 }
 
 // LargeObjects and Conn hand out what lies below the guard.

@@ -59,15 +59,21 @@ func (u *Unit) Attempt() int { return u.attempt }
 // for one goroutine at a time, and rows must be closed before the next statement; otherwise it returns
 // [ErrUnitBusy] and the round fails.
 //
+// The events of a round share their transaction: now() is the same for all of them, and what lives to the
+// transaction's end (a cursor, a table ON COMMIT DROP) is there for the next one.
+//
 // A raw COMMIT or ROLLBACK sent as a statement is found out when the message is acked, and fails the round,
-// but what a raw COMMIT has committed stays. A SET (not SET LOCAL) costs the connection, so that nobody else
-// inherits it; set_config(…, false) and what is done through Conn() and LargeObjects() is not noticed.
+// but what a raw COMMIT has committed stays. A statement that may change the session itself (SET, PREPARE,
+// LISTEN, DECLARE, CREATE …) costs the connection after the round, so that nobody else inherits it, and
+// search_path and role are put back before the next event. What set_config and pg_advisory_lock do, and what is
+// done through Conn() and LargeObjects(), is not noticed.
 func (u *Unit) Tx(context.Context) (pgx.Tx, error) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if u.ended {
 		return nil, ErrUnitEnded
 	}
+	u.round.used = true // read by the round once the unit has ended
 	return &unitTx{tx: u.round.tx, unit: u, root: true}, nil
 }
 

@@ -51,7 +51,7 @@ func TestHandlerCannotEndItsUnit(t *testing.T) {
 	require.ErrorIs(t, tx.Commit(t.Context()), cursor.ErrUnitControl)
 	require.ErrorIs(t, tx.Rollback(t.Context()), cursor.ErrUnitControl)
 	require.Empty(t, pgtest.Column[int32](t, db, "select n from effects"))
-	require.NoError(t, r.End(true))
+	require.NoError(t, r.End(t.Context(), true))
 	require.NoError(t, r.Commit(t.Context(), 1))
 	r.Release(t.Context())
 	require.False(t, conn.IsClosed())
@@ -78,7 +78,7 @@ func TestSavepointsWorkInAUnit(t *testing.T) {
 	}))
 	_, err := tx.Exec(ctx, "insert into effects values (3)")
 	require.NoError(t, err)
-	require.NoError(t, r.End(true))
+	require.NoError(t, r.End(t.Context(), true))
 	require.NoError(t, r.Commit(ctx, 1))
 	require.Equal(t, []int32{1, 3}, pgtest.Column[int32](t, db, "select n from effects order by 1"))
 }
@@ -90,7 +90,7 @@ func TestSwallowedSQLErrorFailsTheRoundWithItsCause(t *testing.T) {
 		_, _ = tx.Exec(t.Context(), "insert into effects values (1)")
 	}
 	_, _ = tx.Exec(t.Context(), "select 1") // 25P02
-	err := r.End(true)
+	err := r.End(t.Context(), true)
 	var pgErr *pgconn.PgError
 	require.ErrorAs(t, err, &pgErr)
 	require.Equal(t, "23505", pgErr.Code)
@@ -104,7 +104,7 @@ func TestRawCommitIsFoundOut(t *testing.T) {
 		db, r, conn, _, tx := hand(t)
 		_, err := tx.Exec(t.Context(), statement)
 		require.NoError(t, err)
-		require.ErrorIs(t, r.End(true), cursor.ErrUnitControl)
+		require.ErrorIs(t, r.End(t.Context(), true), cursor.ErrUnitControl)
 		failedRound(t, db, r)
 		require.True(t, conn.IsClosed())
 	}
@@ -117,7 +117,7 @@ func TestRawCommitAndBeginIsFoundOut(t *testing.T) {
 		_, err := tx.Exec(t.Context(), statement)
 		require.NoError(t, err)
 	}
-	require.NoError(t, r.End(true))
+	require.NoError(t, r.End(t.Context(), true))
 	require.ErrorIs(t, r.Commit(t.Context(), 1), cursor.ErrCursorMoved)
 	failedRound(t, db, r)
 }
@@ -138,7 +138,7 @@ func TestUnitIsForOneGoroutineAtATime(t *testing.T) {
 	}
 	all.Wait()
 	require.ErrorIs(t, <-busy, cursor.ErrUnitBusy)
-	require.ErrorIs(t, r.End(true), cursor.ErrUnitBusy)
+	require.ErrorIs(t, r.End(t.Context(), true), cursor.ErrUnitBusy)
 	failedRound(t, db, r)
 }
 
@@ -150,7 +150,7 @@ func TestOpenRowsFailTheRoundAndCostTheConnection(t *testing.T) {
 	require.True(t, rows.Next())
 	_, err = tx.Exec(t.Context(), "select 1")
 	require.ErrorIs(t, err, cursor.ErrUnitBusy)
-	require.ErrorIs(t, r.End(true), cursor.ErrUnitBusy)
+	require.ErrorIs(t, r.End(t.Context(), true), cursor.ErrUnitBusy)
 	failedRound(t, db, r)
 	require.True(t, conn.IsClosed())
 	require.False(t, rows.Next())
@@ -180,14 +180,14 @@ func TestRowsAndBatchesReadToTheirEndFreeTheUnit(t *testing.T) {
 	require.NoError(t, tx.SendBatch(ctx, batch).Close())
 	_, err = tx.CopyFrom(ctx, pgx.Identifier{"effects"}, []string{"n"}, pgx.CopyFromRows([][]any{{int32(2)}, {int32(3)}}))
 	require.NoError(t, err)
-	require.NoError(t, r.End(true))
+	require.NoError(t, r.End(t.Context(), true))
 	require.NoError(t, r.Commit(ctx, 1))
 }
 
 func TestUnitIsDeadAfterItsEnd(t *testing.T) {
 	t.Parallel()
 	_, r, _, unit, tx := hand(t)
-	require.NoError(t, r.End(true))
+	require.NoError(t, r.End(t.Context(), true))
 	_, err := unit.Tx(t.Context())
 	require.ErrorIs(t, err, cursor.ErrUnitEnded)
 	_, err = tx.Exec(t.Context(), "select 1")
@@ -215,7 +215,7 @@ func TestStatementInFlightEndsWithItsRound(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return pgtest.Value[int64](t, db, "select count(*) from pg_stat_activity where query like '%pg_sleep(60)' and state = 'active' and datname = current_database()") == 1
 	}, 10*time.Second, 5*time.Millisecond)
-	require.ErrorIs(t, r.End(false), cursor.ErrUnitBusy)
+	require.ErrorIs(t, r.End(t.Context(), false), cursor.ErrUnitBusy)
 	r.Rollback(t.Context())
 	require.Error(t, <-running)
 	require.True(t, conn.IsClosed())
@@ -233,7 +233,7 @@ func TestSessionSettingOfAHandlerCostsTheConnection(t *testing.T) {
 		_, r, conn, _, tx := hand(t)
 		_, err := tx.Exec(t.Context(), statement)
 		require.NoError(t, err)
-		require.NoError(t, r.End(true))
+		require.NoError(t, r.End(t.Context(), true))
 		if err := r.Commit(t.Context(), 1); err != nil {
 			// Without its rights or its settings the round can't go on.
 			require.Contains(t, []string{"set role pg_read_all_data", "reset all"}, statement)
@@ -261,7 +261,7 @@ func TestRoundStatesItsIsolationAndLeavesNoSetting(t *testing.T) {
 	require.NoError(t, tx.QueryRow(t.Context(), "select current_setting('transaction_isolation'), current_setting('statement_timeout')").Scan(&isolation, &timeout))
 	require.Equal(t, "read committed", isolation)
 	require.Equal(t, "1min", timeout)
-	require.NoError(t, r.End(true))
+	require.NoError(t, r.End(t.Context(), true))
 	require.NoError(t, r.Commit(t.Context(), 1))
 	require.NoError(t, conn.QueryRow(t.Context(), "select current_setting('statement_timeout')").Scan(&timeout))
 	require.Equal(t, "12s", timeout)
@@ -273,7 +273,7 @@ func TestFailureRecordedOnTheUnitOutlastsItsAck(t *testing.T) {
 	first := errors.New("first")
 	unit.Fail(first)
 	unit.Fail(errors.New("second"))
-	require.ErrorIs(t, r.End(true), first)
+	require.ErrorIs(t, r.End(t.Context(), true), first)
 	failedRound(t, db, r)
 }
 
@@ -311,7 +311,7 @@ func TestOwnersOfBufferedValuesHaveThreeMoments(t *testing.T) {
 		db, r, _, unit, _ := hand(t)
 		o := &owner{fail: fail}
 		require.NoError(t, unit.Buffer(o, "value"))
-		require.NoError(t, r.End(true))
+		require.NoError(t, r.End(t.Context(), true))
 		err := r.Commit(t.Context(), 1)
 		if fail != "" {
 			require.ErrorContains(t, err, fail)

@@ -2,8 +2,10 @@ package middleware
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"strings"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -52,7 +54,7 @@ func Capture(logger watermill.LoggerAdapter) message.HandlerMiddleware {
 			produced, failed = h(msg)
 			returned = true
 			if failed == nil {
-				failed = unanswerable(msg, unit)
+				failed = unanswerable(msg, unit, produced)
 			}
 			if failed != nil {
 				logger.Debug("event handler failed", watermill.LogFields{
@@ -65,16 +67,25 @@ func Capture(logger watermill.LoggerAdapter) message.HandlerMiddleware {
 	}
 }
 
-// unanswerable tells why nothing can come of a handler's success: it nacked its message by itself, or the
-// unit ended meanwhile, as after a missed deadline. What it returned must not be published.
-func unanswerable(msg *message.Message, unit *cursor.Unit) error {
+// unanswerable tells why nothing can come of a handler's success: it nacked its message by itself, acked it before
+// what it returned could be published, or its unit ended meanwhile, as after a missed deadline.
+func unanswerable(msg *message.Message, unit *cursor.Unit, produced []*message.Message) error {
+	if slices.Contains(produced, nil) {
+		return errNilMessage
+	}
 	select {
 	case <-msg.Nacked():
 		return cursor.ErrNacked
+	case <-msg.Acked():
+		if len(produced) > 0 {
+			return cursor.ErrAckedEarly
+		}
 	default:
-		return unit.Err()
 	}
+	return unit.Err()
 }
+
+var errNilMessage = errors.New("the handler returned a nil message")
 
 // errExited is a handler that ended its goroutine (runtime.Goexit, as a test's FailNow does) or panicked with
 // nobody to recover it.

@@ -231,6 +231,8 @@ func (p *EventLog) event(topic string, msg *message.Message) (event, string) {
 	switch n := len(e.payload); {
 	case topic == "":
 		return e, "its topic is empty"
+	case topic == cursor.AllTopics:
+		return e, "its topic is what consumers of all topics subscribe to"
 	case n > p.config.MaxPayload:
 		return e, fmt.Sprintf("its payload has %d bytes, the limit is %d: raise MaxPayload", n, p.config.MaxPayload)
 	}

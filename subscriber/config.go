@@ -14,7 +14,7 @@ import (
 )
 
 // AllTopics subscribes to every event of the log, whatever its topic.
-const AllTopics = "*"
+const AllTopics = cursor.AllTopics
 
 // ConsumerConfig is one consumer: a named reader with a cursor of its own for each topic it subscribes to.
 type ConsumerConfig struct {
@@ -207,9 +207,9 @@ func (c RunnerConfig) validate(poolSize int) error {
 			errs = append(errs, fmt.Errorf("consumer %d (%q): AckDeadline (%v) is not below ServerBound (%v): the server would end "+
 				"a round whose handler may still ack", i, consumer.Name, consumer.AckDeadline, c.ServerBound))
 		}
-		if consumer.ParkAfter > 0 && poolSize < 2 {
-			errs = append(errs, fmt.Errorf("consumer %d (%q): ParkAfter needs a second connection, and the pool's MaxConns is %d: raise it",
-				i, consumer.Name, poolSize))
+		if consumer.ParkAfter > 0 && c.MaxRounds >= poolSize {
+			errs = append(errs, fmt.Errorf("consumer %d (%q): ParkAfter needs a connection beside its round's, and MaxRounds (%d) may take "+
+				"all of the pool's MaxConns (%d): raise MaxConns, or lower MaxRounds", i, consumer.Name, c.MaxRounds, poolSize))
 		}
 		key := cursor.Key{Consumer: consumer.Name, Topic: consumer.Topic}
 		if known[key] {

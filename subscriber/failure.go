@@ -23,8 +23,12 @@ type span struct {
 // seqOf is the number that an error of a round's beginning belongs to, or 0.
 func seqOf(err error) int64 {
 	var gap *cursor.GapError
-	if errors.As(err, &gap) {
+	var unreadable *cursor.UnreadableError
+	switch {
+	case errors.As(err, &gap):
 		return gap.Seq
+	case errors.As(err, &unreadable):
+		return unreadable.Seq
 	}
 	return 0
 }
@@ -49,44 +53,55 @@ type standing struct {
 	attempts  int
 }
 
-// failed notes a failed round, logs it where it is news, and says when to try again.
-func (s *subscription) failed(err error, at span) next {
+// suspect is the event that this process remembers to have failed, or 0.
+func (s *subscription) suspect() int64 {
+	if s.standing == nil {
+		return 0
+	}
+	return s.standing.seq
+}
+
+// fail notes a failed round, logs it where it is news, and says when to try again. It needs a connection of the
+// pool, if it can have one.
+func (s *subscription) fail(f *failure) next {
 	if s.cut.Err() != nil {
 		return next{} // the stop ended it; that is no failure
 	}
-	if s.retriedQuietly(err) {
+	if s.retriedQuietly(f.err) {
 		return next{wait: s.config.RetryDelay}
 	}
 	attempt := cursor.Attempt{
-		Seq: at.seq, Through: max(at.through, at.seq), Batch: at.batch, ErrorType: cursor.ErrorType(err), Permanent: cursor.IsPermanent(err),
+		Seq: f.seq, Through: max(f.through, f.seq), Batch: f.batch, ErrorType: cursor.ErrorType(f.err), Permanent: cursor.IsPermanent(f.err),
 		Delay: s.config.RetryDelay, DelayCap: s.config.RetryDelayCap, Jitter: 0.75 + rand.Float64()/2,
 	}
-	if errors.Is(err, cursor.ErrCursorAhead) {
+	if errors.Is(f.err, cursor.ErrCursorAhead) {
 		attempt.Through = math.MaxInt64 // nothing passes it but an operator
 	}
 	// Without a number there is nothing that a passing cursor could clear: remember it here.
 	if attempt.Through > 0 {
 		ctx, cancel := context.WithTimeout(s.cut, endTime)
-		failure, outcome, writeErr := cursor.RecordFailure(ctx, s.runner.pool, s.runner.config.Log, s.key, s.runner.config.Instance, attempt)
+		recorded, outcome, writeErr := cursor.RecordFailure(ctx, s.runner.pool, s.runner.config.Log, s.key, s.runner.config.Instance, attempt)
 		cancel()
 		switch {
 		case writeErr == nil && outcome == cursor.Passed:
 			return next{wait: s.config.RetryDelay}
 		case writeErr == nil:
 			s.standing = nil
-			s.logFailure(err, failure, outcome == cursor.Edge)
-			if n := s.config.ParkAfter; n > 0 && at.seq > 0 && (failure.Permanent || failure.Attempts >= n) {
+			s.logFailure(f.err, recorded, outcome == cursor.Edge)
+			if n := s.config.ParkAfter; n > 0 && f.seq > 0 && (recorded.Permanent || recorded.Attempts >= n) {
 				return next{again: true} // it will be parked
 			}
-			return next{wait: failure.Wait}
+			// The good events before it need not wait for it; and who waits looks again at every poll.
+			return next{again: f.behind, wait: min(recorded.Wait, s.runner.config.PollInterval)}
 		}
+		s.runner.logger.Debug("event consumer cannot record its failure", watermill.LogFields{"consumer": s.key.String(), "err": writeErr})
 	}
-	edge := s.standing == nil || s.standing.seq != at.seq || s.standing.errorType != attempt.ErrorType
+	edge := s.standing == nil || s.standing.seq != f.seq || s.standing.errorType != attempt.ErrorType
 	if edge {
-		s.standing = &standing{seq: at.seq, errorType: attempt.ErrorType, since: time.Now()}
+		s.standing = &standing{seq: f.seq, errorType: attempt.ErrorType, since: time.Now()}
 	}
 	s.standing.attempts++
-	s.logFailure(err, cursor.Failure{Seq: at.seq, ErrorType: attempt.ErrorType, Attempts: s.standing.attempts}, edge)
+	s.logFailure(f.err, cursor.Failure{Seq: f.seq, ErrorType: attempt.ErrorType, Attempts: s.standing.attempts}, edge)
 	delay := min(s.config.RetryDelayCap, s.config.RetryDelay<<min(s.standing.attempts-1, 20))
 	return next{wait: time.Duration(float64(delay) * attempt.Jitter)}
 }
@@ -116,6 +131,14 @@ func (s *subscription) logFailure(err error, f cursor.Failure, edge bool) {
 		return
 	}
 	s.runner.logger.Debug("event consumer round failed again", fields.Add(watermill.LogFields{"err": err}))
+}
+
+// passed logs the end of a failure, if the cursor has passed it.
+func (s *subscription) passed(through int64, f *cursor.Failure) {
+	s.quiet = 0
+	if f != nil || s.standing != nil && s.standing.seq <= through {
+		s.recovered(f)
+	}
 }
 
 // recovered logs the end of a failure: of the one whose row a unit has deleted, or of the one that this

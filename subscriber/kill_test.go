@@ -34,7 +34,11 @@ const (
 
 func TestMain(m *testing.M) {
 	if url := os.Getenv(envWorker); url != "" {
-		if err := runWorker(url); err != nil {
+		run := runWorker
+		if os.Getenv(envBound) != "" {
+			run = runHeldWorker
+		}
+		if err := run(url); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}

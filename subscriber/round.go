@@ -24,6 +24,7 @@ func (s *subscription) newRound(conn *pgxpool.Conn) *cursor.Round {
 		Log: s.runner.config.Log, Key: s.key, By: s.runner.config.Instance, ID: s.runner.roundID(),
 		Limits: cursor.Limits{Events: s.config.BatchSize, Bytes: s.config.BatchBytes, Cover: s.config.BatchCover},
 		Bound:  s.runner.config.ServerBound, ParkAfter: s.config.ParkAfter, ResumeAge: s.config.ResumeAge,
+		Suspect: s.suspect(), MaxWait: s.config.RetryDelayCap * 5 / 4,
 	})
 }
 
@@ -34,40 +35,56 @@ func within[T any](s *subscription, step func(context.Context) (T, error)) (T, e
 	return step(ctx)
 }
 
-// round makes one round on a connection and says what comes next, and whether a replay is asked for. Its error
-// ends the subscription.
-func (s *subscription) round(conn *pgxpool.Conn) (n next, replay bool, err error) {
+// outcome is what became of a round.
+type outcome struct {
+	next            // what comes then
+	replay bool     // the replay of a parked event is asked for
+	failed *failure // to be recorded when the round's connection is given back
+}
+
+// failure is a failed round.
+type failure struct {
+	err error
+	span
+	behind bool // there are good events before the failing one
+}
+
+func failedAt(err error, at span) outcome { return outcome{failed: &failure{err: err, span: at}} }
+
+// round makes one round on a connection. Its error ends the subscription.
+func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 	r := s.newRound(conn)
 	// Also when something panics: whatever is still open is rolled back, or its connection closed.
-	defer s.end(r.Release)
+	defer s.release(r, conn)
 
 	opening, err := within(s, r.Open)
 	if err != nil {
 		s.end(r.Rollback)
-		return next{failed: err, at: span{seq: seqOf(err)}}, false, nil
+		return failedAt(err, span{seq: seqOf(err)}), nil
 	}
 	switch opening.Status {
 	case cursor.Locked:
 		s.end(r.Rollback)
-		return next{}, false, nil
+		return outcome{}, nil
 	case cursor.Waiting:
 		s.end(r.Rollback)
-		return next{wait: opening.Wait}, opening.Replay, nil
+		// It looks again at every poll: an operator may have mended it.
+		return outcome{next: next{wait: min(opening.Wait, s.runner.config.PollInterval)}, replay: opening.Replay}, nil
 	case cursor.CaughtUp:
 		s.end(r.Rollback)
-		s.recovered(nil)
-		return next{}, opening.Replay, nil
+		s.recovered(s.clearPassed(r))
+		return outcome{replay: opening.Replay}, nil
 	case cursor.Lost, cursor.Parking:
-		return s.commit(r, opening, opening.Through, 0), opening.Replay, nil
+		return s.commit(r, opening, opening.Through, 0), nil
 	}
-	if len(opening.Events) == 0 && !opening.Full && opening.Standing() == nil && !s.mayCover() {
+	if len(opening.Events) == 0 && !opening.Full && opening.Standing() == nil && s.standing == nil && !s.mayCover() {
 		s.end(r.Rollback)
-		return next{}, opening.Replay, nil
+		return outcome{replay: opening.Replay}, nil
 	}
 	if s.config.ParkAfter > 0 && len(opening.Events) > 0 {
-		if _, err := within(s, s.onPool(r.Mark)); err != nil {
+		if err := s.onPool(r.Mark); err != nil {
 			s.end(r.Rollback)
-			return next{failed: err}, false, nil
+			return failedAt(err, span{}), nil
 		}
 	}
 
@@ -85,15 +102,14 @@ func (s *subscription) round(conn *pgxpool.Conn) (n next, replay bool, err error
 		case errors.Is(err, errWithdrawn):
 		case errors.Is(err, errCut):
 			s.giveUp(r)
-			return next{}, false, nil
+			return outcome{}, nil
 		case errors.Is(err, ErrNoMiddleware):
 			s.giveUp(r)
-			return next{}, false, err
+			return outcome{}, err
 		default:
 			s.end(r.Rollback)
-			// The good events before it need not wait for it.
-			again := event.Seq > opening.Position+1
-			return next{failed: err, at: span{seq: event.Seq, through: event.Seq}, again: again}, false, nil
+			f := &failure{err: err, span: span{seq: event.Seq, through: event.Seq}, behind: event.Seq > opening.Position+1}
+			return outcome{failed: f}, nil
 		}
 		break
 	}
@@ -102,9 +118,32 @@ func (s *subscription) round(conn *pgxpool.Conn) (n next, replay bool, err error
 	}
 	if through == opening.Position { // the stop came first
 		s.giveUp(r)
-		return next{}, false, nil
+		return outcome{}, nil
 	}
-	return s.commit(r, opening, through, handed), opening.Replay, nil
+	return s.commit(r, opening, through, handed), nil
+}
+
+// release makes the round's connection fit for others, or takes it out of the pool.
+func (s *subscription) release(r *cursor.Round, conn *pgxpool.Conn) {
+	s.end(r.Release)
+	if r.Leaked() {
+		_ = conn.Hijack()
+		s.runner.logger.Error("event consumer left its connection to a handler that does not return",
+			errors.New("the handler is still inside its transaction, whose socket was closed"), watermill.LogFields{"consumer": s.key.String()})
+		return
+	}
+	conn.Release()
+}
+
+// clearPassed ends a failure that the cursor had passed before it was written down.
+func (s *subscription) clearPassed(r *cursor.Round) (passed *cursor.Failure) {
+	s.end(func(ctx context.Context) {
+		var err error
+		if passed, err = r.ClearPassed(ctx); err != nil {
+			s.runner.logger.Debug("event consumer left a failure that is over", watermill.LogFields{"consumer": s.key.String(), "err": err})
+		}
+	})
+	return passed
 }
 
 // giveUp ends a round that a stop has cut off: nobody died in it.
@@ -117,17 +156,19 @@ func (s *subscription) giveUp(r *cursor.Round) {
 	})
 }
 
-// onPool runs a step on a connection of its own.
-func (s *subscription) onPool(step func(context.Context, cursor.Querier) error) func(context.Context) (struct{}, error) {
-	return func(ctx context.Context) (struct{}, error) { return struct{}{}, step(ctx, s.runner.pool) }
+// onPool runs a short step on another connection than the round's.
+func (s *subscription) onPool(step func(context.Context, cursor.Querier) error) error {
+	ctx, cancel := context.WithTimeout(s.cut, endTime)
+	defer cancel()
+	return step(ctx, s.runner.pool)
 }
 
 // commit ends a round well, up to through, and logs what is news.
-func (s *subscription) commit(r *cursor.Round, opening *cursor.Opening, through int64, handed int) next {
+func (s *subscription) commit(r *cursor.Round, opening *cursor.Opening, through int64, handed int) outcome {
 	_, err := within(s, func(ctx context.Context) (struct{}, error) { return struct{}{}, r.Commit(ctx, through) })
 	if err != nil {
 		s.end(r.Rollback)
-		return next{failed: err, at: commitSpan(opening, handed)}
+		return failedAt(err, commitSpan(opening, handed))
 	}
 	fields := watermill.LogFields{"consumer": s.key.String()}
 	switch opening.Status {
@@ -147,27 +188,27 @@ func (s *subscription) commit(r *cursor.Round, opening *cursor.Opening, through 
 			s.coveredAt = time.Now()
 		}
 	}
-	s.recovered(r.Recovered())
+	bounded := opening.Full || opening.Failure != nil || opening.Status != cursor.Ready || s.standing != nil
+	s.passed(through, r.Recovered())
 	// A round that was bounded by something else than the log says nothing about its end.
-	return next{again: opening.Full || opening.Failure != nil || opening.Status != cursor.Ready}
+	return outcome{next: next{again: bounded}, replay: opening.Replay}
 }
 
-// replay tries one parked event again, if there is a request, and says what comes next. Its error ends the
-// subscription.
-func (s *subscription) replay(conn *pgxpool.Conn) (next, error) {
+// replay tries one parked event again, if there is a request. Its error ends the subscription.
+func (s *subscription) replay(conn *pgxpool.Conn) (outcome, error) {
 	r := s.newRound(conn)
-	defer s.end(r.Release)
+	defer s.release(r, conn)
 	opening, err := within(s, r.OpenReplay)
 	if err == nil && opening.Status == cursor.Replaying {
-		_, err = within(s, s.onPool(r.TakeReplay))
+		err = s.onPool(r.TakeReplay)
 	}
 	if err != nil {
 		s.end(r.Rollback)
-		return next{failed: err}, nil
+		return failedAt(err, span{}), nil
 	}
 	if opening.Status != cursor.Replaying {
 		s.end(r.Rollback)
-		return next{again: opening.Status == cursor.CaughtUp}, nil
+		return outcome{next: next{again: opening.Status == cursor.CaughtUp}}, nil
 	}
 
 	event := &opening.Events[0]
@@ -177,7 +218,7 @@ func (s *subscription) replay(conn *pgxpool.Conn) (next, error) {
 	fields := watermill.LogFields{"consumer": s.key.String(), "seq": event.Seq}
 	if err == nil {
 		s.runner.logger.Info("event consumer replayed a parked event", fields)
-		return next{again: true}, nil
+		return outcome{next: next{again: true}}, nil
 	}
 	s.end(r.Rollback)
 	errorType := cursor.ErrorType(err)
@@ -193,9 +234,9 @@ func (s *subscription) replay(conn *pgxpool.Conn) (next, error) {
 		}
 	})
 	if errors.Is(err, ErrNoMiddleware) {
-		return next{}, err
+		return outcome{}, err
 	}
-	return next{again: true}, nil
+	return outcome{next: next{again: true}}, nil
 }
 
 // mayCover tells whether a round that met only events of other topics may move the cursor: a commit for each
@@ -231,10 +272,10 @@ func (s *subscription) deliver(r *cursor.Round, event *cursor.Event) error {
 	select {
 	case s.out <- msg:
 	case <-s.stopping:
-		_ = r.End(false)
+		_ = r.End(s.cut, false)
 		return errWithdrawn
 	case <-deadline:
-		_ = r.End(false)
+		_ = r.End(s.cut, false)
 		return &deadlineError{fmt.Sprintf("nobody received event %d within the ack deadline (%v)", event.Seq, s.config.AckDeadline)}
 	}
 
@@ -245,17 +286,17 @@ func (s *subscription) deliver(r *cursor.Round, event *cursor.Event) error {
 		grace := time.NewTimer(settleTime)
 		defer grace.Stop()
 		s.answer(msg, unit, grace.C, nil)
-		_ = r.End(false)
+		_ = r.End(s.cut, false)
 		if cut {
 			return errCut
 		}
 		return &deadlineError{fmt.Sprintf("the handler of event %d missed the ack deadline (%v)", event.Seq, s.config.AckDeadline)}
 	}
 	if _, entered := unit.Entered(); !entered && !s.config.WithoutMiddleware && message.HandlerNameFromCtx(msg.Context()) != "" {
-		_ = r.End(false)
+		_ = r.End(s.cut, false)
 		return ErrNoMiddleware
 	}
-	return r.End(acked)
+	return r.End(s.cut, acked)
 }
 
 // deadline is the ack deadline of the next message, on a timer that all messages share.

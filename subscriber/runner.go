@@ -179,6 +179,9 @@ func (r *Runner) subscribe(ctx context.Context, owner *Subscriber, topic string)
 	if err != nil {
 		return nil, err
 	}
+	if topic == "" {
+		return nil, errors.New("missing topic: every topic is subscriber.AllTopics")
+	}
 	key := config.key(topic)
 	if err := key.Validate(); err != nil {
 		return nil, err

@@ -157,32 +157,37 @@ func (s *subscription) turn() (next, error) {
 		return next{}, nil
 	}
 
-	ctx, cancel := context.WithTimeout(s.cut, s.runner.config.ServerBound/2)
-	conn, err := s.acquire(ctx)
-	cancel()
+	conn, err := s.connection()
 	if err != nil {
 		if s.stopped() {
 			return next{}, nil
 		}
-		return s.failed(fmt.Errorf("take a connection from the pool: %w", err), span{}), nil
+		return s.fail(&failure{err: err}), nil
 	}
-	n, err := s.turnOn(conn)
-	if err != nil || n.failed == nil {
-		return n, err
+	o, err := s.round(conn)
+	if err == nil && o.failed == nil && o.replay && !s.stopped() {
+		if conn, err = s.connection(); err == nil {
+			o, err = s.replay(conn)
+		} else {
+			o, err = failedAt(err, span{}), nil
+		}
 	}
-	noted := s.failed(n.failed, n.at)
-	noted.again = noted.again || n.again
-	return noted, nil
+	if err != nil || o.failed == nil {
+		return o.next, err
+	}
+	// The round's connection is given back by now: the failure's record takes one of the pool.
+	return s.fail(o.failed), nil
 }
 
-// turnOn gives the connection back: who needs another one must not hold it meanwhile.
-func (s *subscription) turnOn(conn *pgxpool.Conn) (next, error) {
-	defer conn.Release()
-	n, replay, err := s.round(conn)
-	if err == nil && n.failed == nil && replay && !s.stopped() && !conn.Conn().IsClosed() {
-		n, err = s.replay(conn)
+// connection takes one from the pool.
+func (s *subscription) connection() (*pgxpool.Conn, error) {
+	ctx, cancel := context.WithTimeout(s.cut, s.runner.config.ServerBound/2)
+	defer cancel()
+	conn, err := s.acquire(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("take a connection from the pool: %w", err)
 	}
-	return n, err
+	return conn, nil
 }
 
 // acquire hears the stop: nothing has begun yet that would have to be finished.

@@ -17,7 +17,7 @@ insert into public.event_seq default values;
 create table public.event_outbox (
     xid         xid8        not null default pg_current_xact_id(),
     id          bigint      generated always as identity,
-    occurred_at timestamptz not null default clock_timestamp(),
+    occurred_at timestamptz not null default clock_timestamp() check (isfinite(occurred_at)),
     topic       text        not null check (topic <> ''),
     key         text,
     uuid        text        not null default gen_random_uuid()::text,
@@ -30,7 +30,7 @@ create table public.event_outbox (
 
 create table public.event_log (
     seq         bigint      not null check (seq > 0),
-    occurred_at timestamptz not null, -- the source's clock
+    occurred_at timestamptz not null check (isfinite(occurred_at)), -- the source's clock
     recorded_at timestamptz not null, -- the database's clock, when the event was numbered
     topic       text        not null,
     key         text,
