@@ -3,6 +3,7 @@ package cursor_test
 import (
 	"context"
 	"fmt"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -490,4 +491,33 @@ func TestDatabaseWithoutTheLogNamesTheNextStep(t *testing.T) {
 	r, _ := prepare(t, db, push)
 	_, err = r.Open(t.Context())
 	require.ErrorIs(t, err, cursor.ErrNotMigrated)
+}
+
+func TestCursorsAreEnsuredAtOnceWhateverTheDefaultIsolation(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	db.Exec(t, "alter database "+db.Name()+" set default_transaction_isolation = 'serializable'")
+	var all sync.WaitGroup
+	for range 8 {
+		conn := db.Conn(t)
+		all.Go(func() {
+			for i := range 10 {
+				if _, err := cursor.Ensure(context.Background(), conn, nil, "test", []cursor.Registration{{Key: cursor.Key{Consumer: fmt.Sprint(i)}}}); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	all.Wait()
+}
+
+func TestNamesThatCouldNotBeMigratedAreRefused(t *testing.T) {
+	t.Parallel()
+	for _, config := range []cursor.LogConfig{
+		{Name: strings.Repeat("x", 34)}, {Schema: strings.Repeat("x", 64)}, {Channel: strings.Repeat("x", 64)},
+		{Name: "a\nb"}, {Schema: "a\x00"}, {Name: "a$function$b"}, {Channel: "x$function$"}, {Name: "\xff"},
+	} {
+		_, err := cursor.NewLog(config)
+		require.ErrorContains(t, err, "event log config", config)
+	}
 }
