@@ -111,9 +111,9 @@ func stepOf(role, query string) Step {
 
 const (
 	// seizeAim is how long a victim is looked for at the wanted step; after that any step will do.
-	seizeAim = 500 * time.Millisecond
+	seizeAim = time.Second
 	// seizeTime is how long a victim is looked for at all.
-	seizeTime = 2 * time.Second
+	seizeTime = 3 * time.Second
 )
 
 // seize holds the connection of a backend that is in a round or an append, at the wanted step if there is one soon.

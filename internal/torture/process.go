@@ -25,6 +25,9 @@ type slot struct {
 	over    bool // no other process is started
 }
 
+// startTime is how long a process may take until it handles, or has given up.
+const startTime = 30 * time.Second
+
 // fate is how a process is expected to end.
 type fate int32
 
@@ -59,7 +62,16 @@ func (s *slot) supervise() {
 		if p == nil {
 			return
 		}
-		<-p.ended
+		late := time.NewTimer(startTime)
+		select {
+		case <-p.ended:
+		case <-late.C:
+			if !p.ready.Load() {
+				s.run.report.violate(KindExit, fmt.Sprintf("worker %d neither began to handle nor ended within %v", p.number, startTime))
+			}
+			<-p.ended
+		}
+		late.Stop()
 	}
 }
 

@@ -183,8 +183,11 @@ func (r *Report) String() string {
 	for _, kind := range snapshotKinds {
 		fmt.Fprintf(&out, "  %s\n", kind)
 	}
-	fmt.Fprintf(&out, "in which %d passed numbers were accounted for and %d appends looked up; at the end no session, failure, mark or request was left\n\n",
-		r.Checked, r.LookedUp)
+	fmt.Fprintf(&out, "in which %d passed numbers were accounted for and %d appends looked up\n", r.Checked, r.LookedUp)
+	if r.FullSnapshots > 0 {
+		fmt.Fprintf(&out, "checked at the end: every stopped worker exited with 0; no session, failure, mark or request for a replay was left\n")
+	}
+	out.WriteByte('\n')
 	fmt.Fprintf(&out, "violations: %d\n", len(r.Violations))
 	for _, v := range r.Violations[:min(len(r.Violations), maxShown)] {
 		fmt.Fprintf(&out, "  %s %s: %s\n", v.At.Format("15:04:05.000"), v.Kind, v.Text)

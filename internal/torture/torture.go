@@ -78,12 +78,9 @@ type run struct {
 	report *Report
 	check  *checker
 
-	up  sync.RWMutex            // held for writing while the server is down
-	end context.CancelCauseFunc // of the faults
+	up  sync.RWMutex       // held for writing while the server is down
+	end context.CancelFunc // of the faults
 }
-
-// errViolated ends the faults: there is something to look at.
-var errViolated = errors.New("a violation was found")
 
 // Run makes a run and leaves nothing behind. What the checker found is in the report; an error is a fault of the
 // run itself, or the end of ctx.
@@ -142,11 +139,11 @@ func (r *run) torture(ctx context.Context) error {
 		}
 		supervised.Wait()
 	}()
-	faulting, end := context.WithCancelCause(ctx)
-	defer end(nil)
+	faulting, end := context.WithCancel(ctx)
+	defer end()
 	r.end = end
 	if r.config.Duration > 0 {
-		timer := time.AfterFunc(r.config.Duration, func() { end(nil) })
+		timer := time.AfterFunc(r.config.Duration, end)
 		defer timer.Stop()
 	}
 	var checking, injecting sync.WaitGroup
@@ -160,16 +157,14 @@ func (r *run) torture(ctx context.Context) error {
 		injecting.Go(func() { r.inject(faulting, deal, rand.New(rand.NewPCG(r.config.Seed, uint64(i)))) })
 	}
 	injecting.Wait()
-	end(nil)
+	end()
 	checking.Wait()
 	r.report.faultsEnded()
-	if ctx.Err() != nil {
-		return ctx.Err()
+	err := ctx.Err()
+	if err == nil && !r.report.violated() {
+		err = r.settle(ctx)
 	}
-	if r.report.violated() {
-		return nil
-	}
-	return r.settle(ctx)
+	return errors.Join(err, r.check.count(context.WithoutCancel(ctx)))
 }
 
 // checkOften checks until ctx ends. A violation ends the faults.
@@ -190,7 +185,7 @@ func (r *run) checkOften(ctx context.Context) {
 			r.report.violate(KindStuck, fmt.Sprintf("no cursor has moved for %v: %s", patience, r.check.standing(ctx)))
 		}
 		if r.report.violatedBy(r.config.until) {
-			r.end(errViolated)
+			r.end()
 			return
 		}
 	}
@@ -237,10 +232,8 @@ func (r *run) settle(ctx context.Context) error {
 	if err := r.check.nobodyLeft(ctx); err != nil {
 		return err
 	}
-	if _, err := r.check.run(ctx, true); err != nil {
-		return err
-	}
-	return r.check.count(ctx)
+	_, err := r.check.run(ctx, true)
+	return err
 }
 
 // caughtUp waits until every cursor is at the head and nothing is left to be replayed.

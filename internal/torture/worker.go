@@ -118,11 +118,13 @@ func runWorker(ctx context.Context) error {
 	}()
 
 	var writers sync.WaitGroup
-	defer writers.Wait()
 	if !w.settings.Quiet {
 		writers.Go(func() { w.write(writing) })
 	}
-	return w.consume(ctx)
+	err = w.consume(ctx)
+	quiet()
+	writers.Wait()
+	return err
 }
 
 func (w *worker) url(role string) string {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"flag"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"os/signal"
 	"syscall"
@@ -23,6 +24,10 @@ func main() {
 	flag.DurationVar(&config.Pause, "pause", 0, "how long each of the three injectors waits between two faults, on average (0: the default)")
 	verbose := flag.Bool("v", false, "show each fault")
 	flag.Parse()
+	if config.Seed == 0 {
+		config.Seed = rand.Uint64()
+	}
+	fmt.Printf("seed %d\n", config.Seed)
 	if *verbose {
 		config.Logf = func(format string, args ...any) { fmt.Printf(format+"\n", args...) }
 	}
