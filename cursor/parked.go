@@ -120,11 +120,11 @@ func onParked(ctx context.Context, db Querier, log *Log, sql, verb string, key K
 	return nil
 }
 
+// The copy is the one that the round holds: retention may have removed the log's meanwhile.
 const sqlPark = `
 insert into public.event_consumer_parked as p
     (consumer, topic, shard, seq, occurred_at, recorded_at, event_topic, key, uuid, payload, metadata, error_type, attempts, parked_by)
-select $1, $2, $3, l.seq, l.occurred_at, l.recorded_at, l.topic, l.key, l.uuid, l.payload, l.metadata, $5, $6, $7
-from public.event_log l where l.seq = $4
+values ($1, $2, $3, $4, $8, $9, $10, nullif($11, ''), $12, $13, $14::jsonb, $5, $6, $7)
 on conflict (consumer, topic, shard, seq) do update set
     error_type = excluded.error_type, attempts = p.attempts + excluded.attempts, parked_at = clock_timestamp(),
     parked_by = excluded.parked_by, replay_at = null`

@@ -2,13 +2,11 @@ package cursor
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // Limits bound what one round reads. All must be positive.
@@ -89,7 +87,9 @@ type Round struct {
 	session          session
 	searchPath, role string // of the session: a handler may have changed them for the rest of the unit
 
-	tx      pgx.Tx // never ended: the round ends its transaction by statements of its own
+	tx      pgx.Tx   // never ended: the round ends its transaction by statements of its own
+	pending *pending // of a chained round: the trip that commits its predecessor and begins it
+	ahead   *batch   // of a chained round: what its successor will hand out
 	opening Opening
 	handed  *Unit
 	matched int64 // the last event that was handled
@@ -115,7 +115,8 @@ const sqlSettings = `
 select set_config('eventlog.unit', $1, true), set_config('eventlog.log', $3, true),
     set_config('idle_in_transaction_session_timeout', $2, true),
     set_config('statement_timeout', $2, true),
-    set_config('tcp_user_timeout', $2, true),
+    set_config('tcp_user_timeout', $2, true), set_config('tcp_keepalives_idle', $4, true),
+    set_config('tcp_keepalives_interval', $4, true), set_config('tcp_keepalives_count', '3', true),
     set_config('DateStyle', 'ISO', true), set_config('bytea_output', 'hex', true),
     current_setting('search_path'), current_setting('role')`
 
@@ -127,65 +128,6 @@ for update skip locked`
 const sqlExists = `
 select exists (
     select from public.event_consumer_cursors c where c.consumer = $1 and c.topic = $2 and c.shard = $3)`
-
-// The position is read again here, under the lock that is already held: this statement's snapshot is later
-// than the lock's, so the log is at least as new as the cursor. Without the lock it reads nothing.
-const sqlReadFrom = `
-with c as materialized (
-    select c.last_seq,
-        least(c.last_seq + $4, case
-            when coalesce(f.seq, $9) > c.last_seq + 1 then coalesce(f.seq, $9) - 1
-            when coalesce(f.seq, $9) = c.last_seq + 1 then coalesce(f.seq, $9)
-            else 9223372036854775807 end) as upto,
-        least($5,
-            case when f.seq is null and f.through > c.last_seq then f.batch end,
-            case when $7 and m.through > c.last_seq and (m.slow or m.marked_by <> $8) then 1 end) as events
-    from public.event_consumer_cursors c
-    left join public.event_consumer_failures f on f.consumer = c.consumer and f.topic = c.topic and f.shard = c.shard
-    left join public.event_consumer_marks m on m.consumer = c.consumer and m.topic = c.topic and m.shard = c.shard
-    where c.consumer = $1 and c.topic = $2 and c.shard = $3
-    for update of c skip locked
-)`
-
-const sqlReadAll = sqlReadFrom + `
-select b.seq, b.occurred_at, b.recorded_at, b.topic, coalesce(b.key, ''), b.uuid, b.payload, b.metadata::text
-from c cross join lateral (
-    select l.*, sum(octet_length(l.payload)) over (order by l.seq rows unbounded preceding) - octet_length(l.payload) as before
-    from public.event_log l
-    where l.seq > c.last_seq and l.seq <= c.upto
-    order by l.seq
-    limit c.events
-) b
-where b.before < $6
-order by b.seq`
-
-// A consumer of one topic proves that no number is missing, too, but gets its own events only. Where they
-// were cut by a bound, the proof ends with the last of them.
-const sqlReadTopic = sqlReadFrom + `, own as materialized (
-    select b.* from c cross join lateral (
-        select l.*, sum(octet_length(l.payload)) over (order by l.seq rows unbounded preceding) - octet_length(l.payload) as before
-        from public.event_log l
-        where l.seq > c.last_seq and l.seq <= c.upto and l.topic = $2
-        order by l.seq
-        limit c.events
-    ) b
-    where b.before < $6
-), cut as (
-    select count(*) >= (select c.events from c) or coalesce(sum(octet_length(own.payload)), 0) >= $6 as full, max(own.seq) as last
-    from own
-), proof as (
-    select max(n.seq) as through, bool_and(n.in_order) as in_order
-    from (
-        select l.seq, l.seq - row_number() over (order by l.seq) = c.last_seq as in_order
-        from c, cut, public.event_log l
-        where l.seq > c.last_seq and l.seq <= case when cut.full then cut.last else c.upto end
-    ) n
-)
-select proof.through, proof.in_order, cut.full or proof.through = c.last_seq + $4,
-    (select l.occurred_at from public.event_log l where l.seq = proof.through limit 1),
-    own.seq, own.occurred_at, own.recorded_at, own.topic, coalesce(own.key, ''), own.uuid, own.payload, own.metadata::text
-from c cross join cut cross join proof left join own on true
-order by own.seq`
 
 const sqlVerify = `
 select s.last_seq, coalesce((select min(l.seq) from public.event_log l), 0),
@@ -206,10 +148,7 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 			return fmt.Errorf("read state: %w", err)
 		}
 		rows, _ := results.Query()
-		if err := r.take(rows); err != nil {
-			return fmt.Errorf("read batch: %w", err)
-		}
-		return nil
+		return r.take(rows)
 	})
 	if err != nil {
 		return nil, explainMissingTables(log, err)
@@ -293,12 +232,9 @@ func (r *Round) skipToHead(ctx context.Context) error {
 // begin begins the unit, locks the cursor, and runs what else belongs in the same trip. Without the lock nothing
 // else is read.
 func (r *Round) begin(ctx context.Context, queue func(*pgx.Batch), read func(pgx.BatchResults) error) (locked bool, err error) {
-	log, key := r.config.Log, r.config.Key
-	bound := fmt.Sprintf("%dms", r.config.Bound.Milliseconds())
 	batch := &pgx.Batch{}
 	batch.BeginTx(pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
-	batch.Queue(sqlSettings, r.config.ID, bound, log.Schema()+"."+log.Name())
-	batch.Queue(log.Render(sqlLock), key.Consumer, key.Topic, key.Shard)
+	r.queueLock(batch)
 	queue(batch)
 
 	results := r.conn.SendBatch(ctx, batch)
@@ -306,10 +242,28 @@ func (r *Round) begin(ctx context.Context, queue func(*pgx.Batch), read func(pgx
 	if r.tx = results.(interface{ Tx() pgx.Tx }).Tx(); r.tx == nil {
 		return false, errors.New("begin unit: no transaction")
 	}
+	if locked, err = r.readLock(results); err != nil || !locked {
+		return false, err
+	}
+	return true, read(results)
+}
+
+// queueLock queues, behind a BEGIN, the settings of the unit and the lock on the cursor.
+func (r *Round) queueLock(batch *pgx.Batch) {
+	log, key := r.config.Log, r.config.Key
+	bound := fmt.Sprintf("%dms", r.config.Bound.Milliseconds())
+	// A client that has vanished in the middle of a trip is noticed by nothing else than keepalives.
+	keepalive := fmt.Sprint(max(1, int(r.config.Bound.Seconds()/4)))
+	batch.Queue(sqlSettings, r.config.ID, bound, log.Schema()+"."+log.Name(), keepalive)
+	batch.Queue(log.Render(sqlLock), key.Consumer, key.Topic, key.Shard)
+}
+
+// readLock reads the results of a BEGIN and of what queueLock has queued.
+func (r *Round) readLock(results pgx.BatchResults) (locked bool, err error) {
 	if _, err := results.Exec(); err != nil {
 		return false, fmt.Errorf("begin unit: %w", err)
 	}
-	settings := []any{nil, nil, nil, nil, nil, nil, nil, &r.searchPath, &r.role}
+	settings := []any{nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, &r.searchPath, &r.role}
 	if err := results.QueryRow().Scan(settings...); err != nil {
 		return false, fmt.Errorf("set up unit: %w", err)
 	}
@@ -319,7 +273,7 @@ func (r *Round) begin(ctx context.Context, queue func(*pgx.Batch), read func(pgx
 	case err != nil:
 		return false, fmt.Errorf("lock cursor: %w", err)
 	}
-	return true, read(results)
+	return true, nil
 }
 
 // prove decides what may be done with what was read. The short path believes numbers that follow each other
@@ -354,7 +308,7 @@ func (r *Round) prove(ctx context.Context) error {
 		readSQL, readArgs := r.read()
 		rows, _ := r.conn.Query(ctx, readSQL, readArgs...)
 		if err := r.take(rows); err != nil {
-			return fmt.Errorf("read batch: %w", err)
+			return err
 		}
 	}
 	return &GapError{Seq: o.Position + 1, Reason: "what is read after the cursor differs from one statement to the next"}
@@ -369,92 +323,6 @@ func (r *Round) mustExist(ctx context.Context) error {
 		return fmt.Errorf("look for cursor: %w", err)
 	case !exists:
 		return fmt.Errorf("%w: %q has no row in %s", ErrCursorMissing, key, r.config.Log.Table("consumer_cursors"))
-	}
-	return nil
-}
-
-func (r *Round) read() (string, []any) {
-	sql := sqlReadAll
-	if r.config.Key.Topic != "" {
-		sql = sqlReadTopic
-	}
-	limits := r.config.Limits
-	return r.config.Log.Render(sql), []any{
-		r.config.Key.Consumer, r.config.Key.Topic, r.config.Key.Shard, int64(limits.Cover), int64(limits.Events), limits.Bytes,
-		r.config.ParkAfter > 0, r.config.By, r.config.Suspect,
-	}
-}
-
-// take reads a batch's rows into the opening. Through is left at 0 where the numbers do not follow each
-// other from the position.
-func (r *Round) take(rows pgx.Rows) error {
-	defer rows.Close()
-	o := &r.opening
-	o.Events, o.Through, o.Full, o.throughAt = o.Events[:0], 0, false, nil
-	if r.config.Key.Topic == "" {
-		return r.takeAll(rows)
-	}
-	return r.takeTopic(rows)
-}
-
-func (r *Round) takeAll(rows pgx.Rows) error {
-	o := &r.opening
-	inOrder, bytes := true, int64(0)
-	for rows.Next() {
-		var e Event
-		var metadata []byte
-		if err := rows.Scan(&e.Seq, &e.OccurredAt, &e.RecordedAt, &e.Topic, &e.Key, &e.UUID, &e.Payload, &metadata); err != nil {
-			return &UnreadableError{Seq: e.Seq, Err: err}
-		}
-		if err := json.Unmarshal(metadata, &e.Metadata); err != nil {
-			return &UnreadableError{Seq: e.Seq, Err: err}
-		}
-		inOrder = inOrder && e.Seq == o.Position+1+int64(len(o.Events))
-		bytes += int64(len(e.Payload))
-		o.Events = append(o.Events, e)
-	}
-	if err := rows.Err(); err != nil {
-		return err
-	}
-	if n := len(o.Events); n > 0 && inOrder {
-		last := &o.Events[n-1]
-		o.Through, o.throughAt = last.Seq, &last.OccurredAt
-		o.Full = n >= r.config.Limits.Events || bytes >= r.config.Limits.Bytes || n >= r.config.Limits.Cover
-	}
-	return nil
-}
-
-func (r *Round) takeTopic(rows pgx.Rows) error {
-	o := &r.opening
-	var through *int64
-	var inOrder *bool
-	for rows.Next() {
-		var full *bool
-		var seq *int64
-		var occurred, recorded *time.Time
-		var topic, key, uuid *string
-		var payload, metadata []byte
-		if err := rows.Scan(&through, &inOrder, &full, &o.throughAt, &seq, &occurred, &recorded, &topic, &key, &uuid, &payload, &metadata); err != nil {
-			if seq == nil {
-				return err
-			}
-			return &UnreadableError{Seq: *seq, Err: err}
-		}
-		o.Full = full != nil && *full
-		if seq == nil {
-			continue // nothing of this topic
-		}
-		e := Event{Seq: *seq, OccurredAt: *occurred, RecordedAt: *recorded, Topic: *topic, Key: *key, UUID: *uuid, Payload: payload}
-		if err := json.Unmarshal(metadata, &e.Metadata); err != nil {
-			return &UnreadableError{Seq: e.Seq, Err: err}
-		}
-		o.Events = append(o.Events, e)
-	}
-	if err := rows.Err(); err != nil {
-		return err
-	}
-	if through != nil && *inOrder {
-		o.Through = *through
 	}
 	return nil
 }
@@ -490,7 +358,9 @@ func (r *Round) Hand(event *Event) *Unit {
 func (r *Round) End(ctx context.Context, acked bool) error {
 	u := r.handed
 	buffered, recorded := r.session.seal(u)
-	if err := r.session.state(u, acked); err != nil {
+	if !r.begun() {
+		// The transaction has not begun yet, so nobody has touched it.
+	} else if err := r.session.state(u, acked); err != nil {
 		if recorded != nil {
 			return recorded
 		}
@@ -502,8 +372,10 @@ func (r *Round) End(ctx context.Context, acked bool) error {
 	case !acked:
 		return ErrNacked
 	}
-	if err := r.restore(ctx); err != nil {
-		return err
+	if r.used {
+		if err := r.restore(ctx); err != nil {
+			return err
+		}
 	}
 	for _, b := range buffered {
 		if r.items == nil {
@@ -516,124 +388,6 @@ func (r *Round) End(ctx context.Context, acked bool) error {
 	}
 	r.matched = u.event.Seq
 	return nil
-}
-
-const sqlMove = `
-with moved as (
-    update public.event_consumer_cursors c set
-        last_seq = $5::bigint,
-        last_occurred_at = coalesce($6::timestamptz, c.last_occurred_at),
-        occurred_seq = case when $6::timestamptz is null then c.occurred_seq else $5::bigint end,
-        matched_seq = coalesce(nullif($7::bigint, 0), c.matched_seq),
-        matched_at = case when $7::bigint > 0 then clock_timestamp() else c.matched_at end,
-        moved_at = clock_timestamp(),
-        moved_by = $8::text
-    where c.consumer = $1 and c.topic = $2 and c.shard = $3 and c.last_seq = $4::bigint
-        and current_setting('eventlog.unit', true) = $9::text
-    returning 1
-)
-select 1 / count(*) from moved` // no row moved: division by zero, so that the COMMIT behind it in the trip commits nothing
-
-const sqlRecordLoss = `
-insert into public.event_consumer_losses as l (consumer, topic, shard, first_seq, last_seq, recorded_by, reason)
-values ($1, $2, $3, $4, $5, $6, $7)
-on conflict (consumer, topic, shard, first_seq) do update set
-    last_seq = greatest(l.last_seq, excluded.last_seq), reason = excluded.reason, recorded_at = clock_timestamp(), recorded_by = excluded.recorded_by,
-    settled_at = null, settled_by = null`
-
-// Commit writes what was buffered, parks the event of a Parking round, records a loss, moves the cursor to through and commits, in one trip. Through is the
-// opening's Through, or, to commit a prefix, the seq of the last event whose unit ended well.
-//
-// After an error the round must be rolled back. If the connection was lost while the COMMIT was under way,
-// its outcome is not known; the next round finds out, as it reads the position under the lock.
-func (r *Round) Commit(ctx context.Context, through int64) error {
-	for _, owner := range r.owners {
-		if p, ok := owner.(Preparer); ok {
-			if err := p.Prepare(ctx, r.tx, r.items[owner]); err != nil {
-				return err
-			}
-		}
-	}
-	trip := &Trip{}
-	if r.used {
-		trip.Queue(nil, sqlRestore, r.searchPath, r.role)
-	}
-	for _, owner := range r.owners {
-		if err := owner.Flush(trip, r.items[owner]); err != nil {
-			return err
-		}
-	}
-	r.queueMove(trip, through)
-
-	for _, owner := range r.owners {
-		relay, ok := owner.(Relayer)
-		if !ok {
-			continue
-		}
-		if err := trip.send(ctx, r.conn); err != nil {
-			return err
-		}
-		trip = &Trip{}
-		if err := relay.BeforeCommit(ctx, r.items[owner]); err != nil {
-			return err
-		}
-	}
-	trip.Queue(func(err error) error { return fmt.Errorf("commit: %w", err) }, "commit")
-	tag, err := trip.sendForTag(ctx, r.conn)
-	if err == nil && tag == "ROLLBACK" {
-		err = fmt.Errorf("commit: %w", pgx.ErrTxCommitRollback)
-	}
-	return err
-}
-
-func (r *Round) queueMove(trip *Trip, through int64) {
-	log, key, o := r.config.Log, r.config.Key, &r.opening
-	switch o.Status {
-	case Replaying:
-		trip.Queue(explainEndReplay, log.Render(sqlEndReplay), key.Consumer, key.Topic, key.Shard, r.replaying, r.config.ID)
-		return
-	case Lost:
-		trip.Queue(nil, log.Render(sqlRecordLoss), key.Consumer, key.Topic, key.Shard, o.Position+1, through, r.config.By, o.Reason)
-	case Parking:
-		seq, errorType, attempts := r.Parked()
-		trip.Queue(nil, log.Render(sqlPark), key.Consumer, key.Topic, key.Shard, seq, errorType, attempts, r.config.By)
-	}
-	occurred := o.throughAt
-	if through != o.Through {
-		for i := range o.Events {
-			if o.Events[i].Seq == through {
-				occurred = &o.Events[i].OccurredAt
-			}
-		}
-	}
-	trip.Queue(explainMove, log.Render(sqlMove), key.Consumer, key.Topic, key.Shard, o.Position, through, occurred, r.matched,
-		r.config.By, r.config.ID)
-	if o.Failure != nil && o.Failure.Through <= through {
-		r.cleared = true
-		trip.Queue(nil, log.Render(sqlClearFailure), key.Consumer, key.Topic, key.Shard, through)
-	}
-	if r.config.ParkAfter > 0 {
-		if r.mark.slow {
-			trip.Queue(nil, log.Render(sqlSettleMark), key.Consumer, key.Topic, key.Shard)
-		}
-		trip.Queue(nil, log.Render(sqlDropMark), key.Consumer, key.Topic, key.Shard, through)
-	}
-}
-
-func explainEndReplay(err error) error {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && pgErr.Code == "22012" { // division_by_zero
-		return ErrNotParked
-	}
-	return fmt.Errorf("end replay: %w", err)
-}
-
-func explainMove(err error) error {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && pgErr.Code == "22012" { // division_by_zero
-		return ErrCursorMoved
-	}
-	return fmt.Errorf("move cursor: %w", err)
 }
 
 // ClearPassed ends a failure that the cursor had passed before it was written down, and returns it. The round must
@@ -664,6 +418,7 @@ func (r *Round) Rollback(ctx context.Context) {
 	if r.handed != nil {
 		_, _ = r.session.seal(r.handed)
 	}
+	r.wait()
 	if !r.session.settle() {
 		r.session.abandon(ctx)
 		return
@@ -687,6 +442,7 @@ func (r *Round) Leaked() bool {
 // Release closes the connection if it must not be used by others: because a handler left something on it, or
 // because a transaction is still open. Otherwise the connection is as it was before the round.
 func (r *Round) Release(ctx context.Context) {
+	r.wait()
 	if r.session.spoiled() || r.conn.PgConn().TxStatus() != 'I' {
 		r.session.abandon(ctx)
 	}

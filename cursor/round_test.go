@@ -2,6 +2,7 @@ package cursor_test
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"strings"
 	"sync"
@@ -519,5 +520,37 @@ func TestNamesThatCouldNotBeMigratedAreRefused(t *testing.T) {
 	} {
 		_, err := cursor.NewLog(config)
 		require.ErrorContains(t, err, "event log config", config)
+	}
+}
+
+func TestParkedEventIsKeptAlsoWhenRetentionWasQuicker(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	register(t, db, push, beginning)
+	db.Exec(t, `insert into event_outbox (topic, key, uuid, payload, metadata) values ('orders', 'k', 'u', '\x0001', '{"a": "\"b"}')`)
+	_, _, err := cursor.RecordFailure(t.Context(), db.Conn(t), nil, push, "test", cursor.Attempt{Seq: 1, Through: 1, ErrorType: "x", Jitter: 1})
+	require.NoError(t, err)
+	r, o := open(t, db, push, func(c *cursor.RoundConfig) { c.ParkAfter = 1 })
+	require.Equal(t, cursor.Parking, o.Status)
+	want := o.Events[0]
+	db.Exec(t, "delete from event_log")
+	require.NoError(t, r.Commit(t.Context(), o.Through))
+	list, err := cursor.ListParked(t.Context(), db.Conn(t), nil, push, 0, 10)
+	require.NoError(t, err)
+	require.Len(t, list, 1)
+	require.Equal(t, want, list[0].Event)
+}
+
+func TestMetadataIsDecodedAsWritten(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	register(t, db, push, beginning)
+	for _, metadata := range []string{`{}`, `{"a": ""}`, `{"": "a", "b": "c, \"d\": e", "f": "\\"}`, `{"é☃": "\u0001\n", "x": "{}"}`, `{"a:": ": ", ", ": "\"\""}`} {
+		db.Exec(t, "insert into event_outbox (topic, metadata) values ('a', $1::jsonb)", metadata)
+		r, o := open(t, db, push)
+		want := map[string]string{}
+		require.NoError(t, json.Unmarshal([]byte(metadata), &want))
+		require.Equal(t, want, o.Events[len(o.Events)-1].Metadata)
+		r.Rollback(t.Context())
 	}
 }

@@ -58,17 +58,25 @@ func (t *Trip) sendForTag(ctx context.Context, conn *pgx.Conn) (string, error) {
 		return "", nil
 	}
 	results := conn.SendBatch(ctx, &t.batch)
-	var last string
-	for i := range t.explain {
-		tag, err := results.Exec()
-		if err != nil {
-			_ = results.Close() // repeats the error
-			return "", t.explained(i, err)
-		}
-		last = tag.String()
+	last, err := t.read(results)
+	if err != nil {
+		_ = results.Close() // repeats the error
+		return "", err
 	}
 	if err := results.Close(); err != nil {
 		return "", fmt.Errorf("end of trip: %w", err)
+	}
+	return last, nil
+}
+
+// read reads the results of the statements that were queued, and returns the last one's command tag.
+func (t *Trip) read(results pgx.BatchResults) (last string, err error) {
+	for i := range t.explain {
+		tag, err := results.Exec()
+		if err != nil {
+			return "", t.explained(i, err)
+		}
+		last = tag.String()
 	}
 	return last, nil
 }
@@ -84,6 +92,9 @@ func (t *Trip) explained(at int, err error) error {
 				break
 			}
 		}
+	}
+	if at >= len(t.explain) {
+		return err // of what comes behind the trip
 	}
 	if explain := t.explain[at]; explain != nil {
 		return explain(err)

@@ -2,6 +2,8 @@ package cursor
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"sync"
 
 	"github.com/jackc/pgx/v5"
@@ -67,7 +69,19 @@ func (u *Unit) Attempt() int { return u.attempt }
 // LISTEN, DECLARE, CREATE …) costs the connection after the round, so that nobody else inherits it, and
 // search_path and role are put back before the next event. What set_config and pg_advisory_lock do, and what is
 // done through Conn() and LargeObjects(), is not noticed.
-func (u *Unit) Tx(context.Context) (pgx.Tx, error) {
+//
+// Where there is more to do than one batch, Tx may wait until the round before is committed; it returns an error if that failed.
+func (u *Unit) Tx(ctx context.Context) (pgx.Tx, error) {
+	if p := u.round.pending; p != nil {
+		select {
+		case <-p.done:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+		if err := errors.Join(p.committed, p.begun); err != nil {
+			return nil, fmt.Errorf("the unit of work did not begin: %w", err)
+		}
+	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if u.ended {

@@ -139,7 +139,6 @@ func TestCallThatNeverReturnsHoldsNobodyElse(t *testing.T) {
 	db := newDB(t)
 	logtest.Append(t, db, "orders", 2)
 	end := make(chan struct{})
-	t.Cleanup(func() { close(end) })
 	var attempts atomic.Int64
 	s := start(t, db, map[string]handler{"push": func(msg *message.Message) ([]*message.Message, error) {
 		if attempts.Add(1) == 1 {
@@ -153,6 +152,7 @@ func TestCallThatNeverReturnsHoldsNobodyElse(t *testing.T) {
 	require.Len(t, s.logger.Lines("left its connection", "error"), 1)
 	require.NoError(t, s.runner.Close())
 	require.Equal(t, int32(0), s.pool.Stat().AcquiredConns())
+	close(end) // the router waits for the handler
 }
 
 func TestFailureThatCannotBeRecordedIsRemembered(t *testing.T) {
@@ -173,7 +173,9 @@ func TestFailureThatCannotBeRecordedIsRemembered(t *testing.T) {
 			}
 		}
 		return work(msg)
-	}}, consumers(func(c *subscriber.ConsumerConfig) { c.RetryDelay, c.RetryDelayCap = 50*time.Millisecond, 100*time.Millisecond }))
+	}}, consumers(func(c *subscriber.ConsumerConfig) {
+		c.RetryDelay, c.RetryDelayCap = 50*time.Millisecond, 100*time.Millisecond
+	}))
 	waitPosition(t, db, "push", 3) // the good ones are not held back
 	require.Eventually(t, func() bool { return attempts.Load() >= 4 }, 20*time.Second, 5*time.Millisecond)
 	require.Equal(t, int64(2), first.Load(), "undone once, committed once")

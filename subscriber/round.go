@@ -55,7 +55,7 @@ func failedAt(err error, at span) outcome { return outcome{failed: &failure{err:
 func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 	r := s.newRound(conn)
 	// Also when something panics: whatever is still open is rolled back, or its connection closed.
-	defer s.release(r, conn)
+	defer func() { s.release(r, conn) }()
 
 	opening, err := within(s, r.Open)
 	if err != nil {
@@ -88,39 +88,70 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 		}
 	}
 
-	through, handed := opening.Position, 0
-	for i := range opening.Events {
-		if s.stopped() {
-			break
+	var before span // what the commit that is under way covers
+	for {
+		through, handed, err := s.handOut(r)
+		if committed, begun := r.Await(); committed != nil || begun != nil {
+			s.end(r.Rollback)
+			switch {
+			case committed != nil:
+				return failedAt(committed, before), nil
+			case errors.Is(begun, cursor.ErrLockLost):
+				return outcome{}, nil
+			}
+			return failedAt(begun, span{seq: seqOf(begun)}), nil
 		}
-		event := &opening.Events[i]
-		err := s.deliver(r, event)
+		opening := r.Opening()
 		switch {
-		case err == nil:
-			through, handed = event.Seq, handed+1
-			continue
-		case errors.Is(err, errWithdrawn):
 		case errors.Is(err, errCut):
 			s.giveUp(r)
 			return outcome{}, nil
 		case errors.Is(err, ErrNoMiddleware):
 			s.giveUp(r)
 			return outcome{}, err
-		default:
+		case err != nil:
 			s.end(r.Rollback)
-			f := &failure{err: err, span: span{seq: event.Seq, through: event.Seq}, behind: event.Seq > opening.Position+1}
-			return outcome{failed: f}, nil
+			at := opening.Events[handed].Seq
+			return outcome{failed: &failure{err: err, span: span{seq: at, through: at}, behind: at > opening.Position+1}}, nil
+		case through == opening.Position: // the stop came first, or what lies ahead has to be looked at anew
+			s.giveUp(r)
+			return outcome{next: next{again: !s.stopped()}}, nil
+		case !s.mayChain(r, through):
+			return s.commit(r, opening, through, handed), nil
 		}
-		break
+		if handed == 0 {
+			s.coveredAt = time.Now()
+		}
+		before = commitSpan(opening, handed)
+		r = r.Chain(s.cut, s.runner.roundID(), through)
+	}
+}
+
+// handOut delivers a round's events, until one fails or the stop comes. Through is what may be committed, handed how
+// many events were handled.
+func (s *subscription) handOut(r *cursor.Round) (through int64, handed int, err error) {
+	opening := r.Opening()
+	through = opening.Position
+	for handed < len(opening.Events) && !s.stopped() {
+		event := &opening.Events[handed]
+		if err := s.deliver(r, event); err != nil {
+			if errors.Is(err, errWithdrawn) {
+				return through, handed, nil
+			}
+			return through, handed, err
+		}
+		through, handed = event.Seq, handed+1
 	}
 	if handed == len(opening.Events) {
-		through = opening.Through
+		through = max(through, opening.Through)
 	}
-	if through == opening.Position { // the stop came first
-		s.giveUp(r)
-		return outcome{}, nil
-	}
-	return s.commit(r, opening, through, handed), nil
+	return through, handed, nil
+}
+
+// mayChain tells whether the next round may begin with the trip that ends this one: where there is more to do, and
+// nobody waits for this round's place.
+func (s *subscription) mayChain(r *cursor.Round, through int64) bool {
+	return s.standing == nil && !s.stopped() && s.runner.waiting.Load() == 0 && r.CanChain(through)
 }
 
 // release makes the round's connection fit for others, or takes it out of the pool.

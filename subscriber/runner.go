@@ -20,12 +20,13 @@ var errClosed = errors.New("event log subscriber is closed")
 // Runner serves the consumers of one process and log. It runs while it has subscriptions: with none it has no
 // goroutine and no connection.
 type Runner struct {
-	pool   *pgxpool.Pool
-	config RunnerConfig
-	logger watermill.LoggerAdapter
-	failed chan error
-	slots  chan struct{} // one for each round that may run
-	rounds atomic.Int64  // numbers the rounds of this instance
+	pool    *pgxpool.Pool
+	config  RunnerConfig
+	logger  watermill.LoggerAdapter
+	failed  chan error
+	slots   chan struct{} // one for each round that may run
+	waiting atomic.Int64  // subscriptions that wait for a slot
+	rounds  atomic.Int64  // numbers the rounds of this instance
 
 	listenTimes listenTimes
 

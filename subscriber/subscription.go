@@ -89,9 +89,6 @@ func (s *subscription) watchStop(ctx context.Context) {
 type next struct {
 	again bool          // at once
 	wait  time.Duration // not before that, but then without a wake
-
-	failed error // the round, to be noted when its connection is back in the pool
-	at     span
 }
 
 func (s *subscription) run() {
@@ -150,10 +147,13 @@ func panicPlace() string {
 
 // turn makes one round, when a slot is free. Its error ends the subscription.
 func (s *subscription) turn() (next, error) {
+	s.runner.waiting.Add(1)
 	select {
 	case s.runner.slots <- struct{}{}:
+		s.runner.waiting.Add(-1)
 		defer func() { <-s.runner.slots }()
 	case <-s.stopping:
+		s.runner.waiting.Add(-1)
 		return next{}, nil
 	}
 

@@ -1,0 +1,253 @@
+package cursor
+
+import (
+	"encoding/json"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// batch is what a round hands out and covers.
+type batch struct {
+	events    []Event
+	through   int64      // the last number covered; 0 where the numbers do not follow the position
+	throughAt *time.Time // when that event occurred
+	full      bool       // it was ended by one of its bounds and not by the end of the log
+}
+
+// The position is read again here, under the lock that is already held: this statement's snapshot is later
+// than the lock's, so the log is at least as new as the cursor. Without the lock it reads nothing.
+const sqlReadFrom = `
+with c as materialized (
+    select c.last_seq,
+        least(c.last_seq + $4, case
+            when coalesce(f.seq, $9) > c.last_seq + 1 then coalesce(f.seq, $9) - 1
+            when coalesce(f.seq, $9) = c.last_seq + 1 then coalesce(f.seq, $9)
+            else 9223372036854775807 end) as upto,
+        least($5,
+            case when f.seq is null and f.through > c.last_seq then f.batch end,
+            case when $7 and m.through > c.last_seq and (m.slow or m.marked_by <> $8) then 1 end) as events
+    from public.event_consumer_cursors c
+    left join public.event_consumer_failures f on f.consumer = c.consumer and f.topic = c.topic and f.shard = c.shard
+    left join public.event_consumer_marks m on m.consumer = c.consumer and m.topic = c.topic and m.shard = c.shard
+    where c.consumer = $1 and c.topic = $2 and c.shard = $3
+    for update of c skip locked
+)`
+
+// sqlReadAhead reads after a position that the caller knows.
+const sqlReadAhead = `
+with c as materialized (
+    select $1::bigint as last_seq, $1::bigint + $4::bigint as upto, $5::bigint as events
+    where $2::text is not null and $3::text is not null
+)`
+
+const sqlAll = `
+select b.seq, b.occurred_at, b.recorded_at, b.topic, coalesce(b.key, ''), b.uuid, b.payload, b.metadata::text
+from c cross join lateral (
+    select l.*, sum(octet_length(l.payload)) over (order by l.seq rows unbounded preceding) - octet_length(l.payload) as before
+    from public.event_log l
+    where l.seq > c.last_seq and l.seq <= c.upto
+    order by l.seq
+    limit c.events
+) b
+where b.before < $6
+order by b.seq`
+
+// A consumer of one topic proves that no number is missing, too, but gets its own events only. Where they
+// were cut by a bound, the proof ends with the last of them.
+const sqlOwn = `, own as materialized (
+    select b.* from c cross join lateral (
+        select l.*, sum(octet_length(l.payload)) over (order by l.seq rows unbounded preceding) - octet_length(l.payload) as before
+        from public.event_log l
+        where l.seq > c.last_seq and l.seq <= c.upto and l.topic = $2
+        order by l.seq
+        limit c.events
+    ) b
+    where b.before < $6
+), cut as (
+    select count(*) >= (select c.events from c) or coalesce(sum(octet_length(own.payload)), 0) >= $6 as full, max(own.seq) as last
+    from own
+), proof as (
+    select max(n.seq) as through, bool_and(n.in_order) as in_order
+    from (
+        select l.seq, l.seq - row_number() over (order by l.seq) = c.last_seq as in_order
+        from c, cut, public.event_log l
+        where l.seq > c.last_seq and l.seq <= case when cut.full then cut.last else c.upto end
+    ) n
+)
+select proof.through, proof.in_order, cut.full or proof.through = c.last_seq + $4,
+    (select l.occurred_at from public.event_log l where l.seq = proof.through limit 1),
+    own.seq, own.occurred_at, own.recorded_at, own.topic, coalesce(own.key, ''), own.uuid, own.payload, own.metadata::text
+from c cross join cut cross join proof left join own on true
+order by own.seq`
+
+// read is the statement that reads a round's batch under its lock.
+func (r *Round) read() (string, []any) {
+	key, limits := r.config.Key, r.config.Limits
+	return r.statement(sqlReadFrom), []any{
+		key.Consumer, key.Topic, key.Shard, int64(limits.Cover), int64(limits.Events), limits.Bytes,
+		r.config.ParkAfter > 0, r.config.By, r.config.Suspect,
+	}
+}
+
+// readAhead is the statement that reads a batch after a position.
+func (r *Round) readAhead(position int64, limits Limits) (string, []any) {
+	key := r.config.Key
+	return r.statement(sqlReadAhead), []any{position, key.Topic, key.Shard, int64(limits.Cover), int64(limits.Events), limits.Bytes}
+}
+
+func (r *Round) statement(from string) string {
+	if r.config.Key.Topic != "" {
+		return r.config.Log.Render(from + sqlOwn)
+	}
+	return r.config.Log.Render(from + sqlAll)
+}
+
+// take reads a batch's rows into the opening.
+func (r *Round) take(rows pgx.Rows) error {
+	b, err := r.takeBatch(rows, r.opening.Position, r.config.Limits)
+	if err != nil {
+		return err
+	}
+	r.opening.set(b)
+	return nil
+}
+
+func (o *Opening) set(b batch) {
+	o.Events, o.Through, o.throughAt, o.Full = b.events, b.through, b.throughAt, b.full
+}
+
+func (r *Round) takeBatch(rows pgx.Rows, position int64, limits Limits) (b batch, err error) {
+	defer rows.Close()
+	if r.config.Key.Topic == "" {
+		b, err = takeAll(rows, position, limits)
+	} else {
+		b, err = takeOwn(rows)
+	}
+	if err != nil {
+		return batch{}, fmt.Errorf("read batch: %w", err)
+	}
+	return b, nil
+}
+
+func takeAll(rows pgx.Rows, position int64, limits Limits) (b batch, err error) {
+	inOrder, bytes := true, int64(0)
+	for rows.Next() {
+		var e Event
+		var metadata []byte
+		if err := rows.Scan(&e.Seq, &e.OccurredAt, &e.RecordedAt, &e.Topic, &e.Key, &e.UUID, &e.Payload, &metadata); err != nil {
+			return b, &UnreadableError{Seq: e.Seq, Err: err}
+		}
+		if e.Metadata, err = decodeMetadata(metadata); err != nil {
+			return b, &UnreadableError{Seq: e.Seq, Err: err}
+		}
+		inOrder = inOrder && e.Seq == position+1+int64(len(b.events))
+		bytes += int64(len(e.Payload))
+		b.events = append(b.events, e)
+	}
+	if n := len(b.events); n > 0 && inOrder {
+		last := &b.events[n-1]
+		b.through, b.throughAt = last.Seq, &last.OccurredAt
+		b.full = n >= limits.Events || bytes >= limits.Bytes || n >= limits.Cover
+	}
+	return b, rows.Err()
+}
+
+func takeOwn(rows pgx.Rows) (b batch, err error) {
+	var through *int64
+	var inOrder *bool
+	for rows.Next() {
+		var full *bool
+		var seq *int64
+		var occurred, recorded *time.Time
+		var topic, key, uuid *string
+		var payload, metadata []byte
+		if err := rows.Scan(&through, &inOrder, &full, &b.throughAt, &seq, &occurred, &recorded, &topic, &key, &uuid, &payload, &metadata); err != nil {
+			if seq == nil {
+				return b, err
+			}
+			return b, &UnreadableError{Seq: *seq, Err: err}
+		}
+		b.full = full != nil && *full
+		if seq == nil {
+			continue // nothing of this topic
+		}
+		e := Event{Seq: *seq, OccurredAt: *occurred, RecordedAt: *recorded, Topic: *topic, Key: *key, UUID: *uuid, Payload: payload}
+		if e.Metadata, err = decodeMetadata(metadata); err != nil {
+			return b, &UnreadableError{Seq: e.Seq, Err: err}
+		}
+		b.events = append(b.events, e)
+	}
+	if through != nil && *inOrder {
+		b.through = *through
+	}
+	return b, rows.Err()
+}
+
+// split cuts a batch behind its first n events. The rest is nil where there are no more.
+func (b batch) split(n int) (first batch, rest *batch) {
+	if len(b.events) <= n || b.through == 0 {
+		return b, nil
+	}
+	last := &b.events[n-1]
+	return batch{events: b.events[:n:n], through: last.Seq, throughAt: &last.OccurredAt, full: true},
+		&batch{events: b.events[n:], through: b.through, throughAt: b.throughAt, full: b.full}
+}
+
+// decodeMetadata decodes a flat JSON object of strings, as PostgreSQL writes a jsonb. What has escapes is left to
+// encoding/json.
+func decodeMetadata(raw []byte) (map[string]string, error) {
+	if metadata, ok := decodePlain(raw); ok {
+		return metadata, nil
+	}
+	metadata := map[string]string{}
+	if err := json.Unmarshal(raw, &metadata); err != nil {
+		return nil, err
+	}
+	return metadata, nil
+}
+
+func decodePlain(raw []byte) (map[string]string, bool) {
+	if len(raw) < 2 || raw[0] != '{' || raw[len(raw)-1] != '}' {
+		return nil, false
+	}
+	text := string(raw[1 : len(raw)-1]) // one allocation: keys and values are parts of it
+	metadata := make(map[string]string, 4)
+	for text != "" {
+		key, rest, ok := plainString(text)
+		if !ok || len(rest) < 2 || rest[:2] != ": " {
+			return nil, false
+		}
+		value, rest, ok := plainString(rest[2:])
+		if !ok {
+			return nil, false
+		}
+		metadata[key] = value
+		switch {
+		case rest == "":
+		case len(rest) > 2 && rest[:2] == ", ":
+			rest = rest[2:]
+		default:
+			return nil, false
+		}
+		text = rest
+	}
+	return metadata, true
+}
+
+// plainString takes a quoted string without escapes off the front of a text.
+func plainString(text string) (value, rest string, ok bool) {
+	if text == "" || text[0] != '"' {
+		return "", "", false
+	}
+	for i := 1; i < len(text); i++ {
+		switch text[i] {
+		case '\\':
+			return "", "", false
+		case '"':
+			return text[1:i], text[i+1:], true
+		}
+	}
+	return "", "", false
+}

@@ -1,0 +1,161 @@
+package cursor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+const sqlMove = `
+with moved as (
+    update public.event_consumer_cursors c set
+        last_seq = $5::bigint,
+        last_occurred_at = coalesce($6::timestamptz, c.last_occurred_at),
+        occurred_seq = case when $6::timestamptz is null then c.occurred_seq else $5::bigint end,
+        matched_seq = coalesce(nullif($7::bigint, 0), c.matched_seq),
+        matched_at = case when $7::bigint > 0 then clock_timestamp() else c.matched_at end,
+        moved_at = clock_timestamp(),
+        moved_by = $8::text
+    where c.consumer = $1 and c.topic = $2 and c.shard = $3 and c.last_seq = $4::bigint
+        and current_setting('eventlog.unit', true) = $9::text
+    returning 1
+)
+select 1 / count(*) from moved` // no row moved: division by zero, so that the COMMIT behind it in the trip commits nothing
+
+const sqlRecordLoss = `
+insert into public.event_consumer_losses as l (consumer, topic, shard, first_seq, last_seq, recorded_by, reason)
+values ($1, $2, $3, $4, $5, $6, $7)
+on conflict (consumer, topic, shard, first_seq) do update set
+    last_seq = greatest(l.last_seq, excluded.last_seq), reason = excluded.reason, recorded_at = clock_timestamp(), recorded_by = excluded.recorded_by,
+    settled_at = null, settled_by = null`
+
+// Commit writes what was buffered, parks the event of a Parking round, records a loss, moves the cursor to through,
+// and commits, in one trip. Through is the opening's Through, or, to commit a prefix, the seq of the last event
+// whose unit ended well.
+//
+// After an error the round must be rolled back. If the connection was lost while the COMMIT was under way,
+// its outcome is not known; the next round finds out, as it reads the position under the lock.
+func (r *Round) Commit(ctx context.Context, through int64) error {
+	for _, owner := range r.owners {
+		if p, ok := owner.(Preparer); ok {
+			if err := p.Prepare(ctx, r.tx, r.items[owner]); err != nil {
+				return err
+			}
+		}
+	}
+	trip, err := r.lastTrip(through)
+	if err != nil {
+		return err
+	}
+	for _, owner := range r.owners {
+		relay, ok := owner.(Relayer)
+		if !ok {
+			continue
+		}
+		if err := trip.send(ctx, r.conn); err != nil {
+			return err
+		}
+		trip = &Trip{}
+		if err := relay.BeforeCommit(ctx, r.items[owner]); err != nil {
+			return err
+		}
+	}
+	trip.Queue(explainCommit, "commit")
+	tag, err := trip.sendForTag(ctx, r.conn)
+	if err == nil {
+		err = checkCommit(tag)
+	}
+	return err
+}
+
+// lastTrip is what a round sends at its end, but for the COMMIT.
+func (r *Round) lastTrip(through int64) (*Trip, error) {
+	trip := &Trip{}
+	if r.used {
+		trip.Queue(nil, sqlRestore, r.searchPath, r.role)
+	}
+	for _, owner := range r.owners {
+		if err := owner.Flush(trip, r.items[owner]); err != nil {
+			return nil, err
+		}
+	}
+	return trip, r.queueMove(trip, through)
+}
+
+func explainCommit(err error) error { return fmt.Errorf("commit: %w", err) }
+
+// checkCommit tells by its command tag whether a COMMIT has committed: one of an aborted transaction has not.
+func checkCommit(tag string) error {
+	if tag == "ROLLBACK" {
+		return fmt.Errorf("commit: %w", pgx.ErrTxCommitRollback)
+	}
+	return nil
+}
+
+func (r *Round) queueMove(trip *Trip, through int64) error {
+	log, key, o := r.config.Log, r.config.Key, &r.opening
+	switch o.Status {
+	case Replaying:
+		trip.Queue(explainEndReplay, log.Render(sqlEndReplay), key.Consumer, key.Topic, key.Shard, r.replaying, r.config.ID)
+		return nil
+	case Lost:
+		trip.Queue(nil, log.Render(sqlRecordLoss), key.Consumer, key.Topic, key.Shard, o.Position+1, through, r.config.By, o.Reason)
+	case Parking:
+		seq, errorType, attempts := r.Parked()
+		e := &o.Events[0]
+		metadata, err := json.Marshal(e.Metadata)
+		if err != nil {
+			return fmt.Errorf("park event %d: %w", seq, err)
+		}
+		trip.Queue(nil, log.Render(sqlPark), key.Consumer, key.Topic, key.Shard, seq, errorType, attempts, r.config.By,
+			e.OccurredAt, e.RecordedAt, e.Topic, e.Key, e.UUID, notNil(e.Payload), string(metadata))
+	}
+	occurred := o.throughAt
+	if through != o.Through {
+		for i := range o.Events {
+			if o.Events[i].Seq == through {
+				occurred = &o.Events[i].OccurredAt
+			}
+		}
+	}
+	trip.Queue(explainMove, log.Render(sqlMove), key.Consumer, key.Topic, key.Shard, o.Position, through, occurred, r.matched,
+		r.config.By, r.config.ID)
+	if o.Failure != nil && o.Failure.Through <= through {
+		r.cleared = true
+		trip.Queue(nil, log.Render(sqlClearFailure), key.Consumer, key.Topic, key.Shard, through)
+	}
+	if r.config.ParkAfter > 0 {
+		if r.mark.slow {
+			trip.Queue(nil, log.Render(sqlSettleMark), key.Consumer, key.Topic, key.Shard)
+		}
+		trip.Queue(nil, log.Render(sqlDropMark), key.Consumer, key.Topic, key.Shard, through)
+	}
+	return nil
+}
+
+func notNil(payload []byte) []byte {
+	if payload == nil {
+		return []byte{}
+	}
+	return payload
+}
+
+func explainEndReplay(err error) error {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) && pgErr.Code == "22012" { // division_by_zero
+		return ErrNotParked
+	}
+	return fmt.Errorf("end replay: %w", err)
+}
+
+func explainMove(err error) error {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) && pgErr.Code == "22012" { // division_by_zero
+		return ErrCursorMoved
+	}
+	return fmt.Errorf("move cursor: %w", err)
+}
