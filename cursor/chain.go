@@ -11,8 +11,11 @@ import (
 // pending is a trip that commits a round and begins the next one. It runs beside the handlers of the next one.
 type pending struct {
 	done      chan struct{}
-	committed error // why the predecessor did not commit
-	begun     error // why the round itself did not begin
+	committed error  // why the predecessor did not commit
+	begun     error  // why the round itself did not begin
+	now       *batch // what the round hands out, where it was not read ahead
+	ahead     *batch // what its successor will hand out
+	found     state  // what stands beside the cursor
 }
 
 // ErrLockLost is returned when somebody else took the cursor between two chained rounds. An everyday outcome.
@@ -70,20 +73,29 @@ func (r *Round) Chain(ctx context.Context, id string, through int64) *Round {
 		switch {
 		case err != nil:
 		case first:
-			var now batch
-			if now, next.ahead = b.split(r.config.Limits.Events); now.through > 0 {
-				next.opening.set(now)
-			}
+			now, ahead := b.split(r.config.Limits.Events)
+			next.pending.now, next.pending.ahead = &now, ahead
 		case b.through > 0:
-			next.ahead = &b
+			next.pending.ahead = &b
 		}
 	}
 	if first {
 		run() // there is nothing to hand out meanwhile
+		next.settle()
 	} else {
 		go run()
 	}
 	return next
+}
+
+// settle takes over what the trip has found. What stands beside the cursor is looked at after this round.
+func (r *Round) settle() {
+	p := r.pending
+	if p.now != nil && p.now.through > 0 {
+		r.opening.set(*p.now)
+	}
+	p.now, r.ahead = nil, p.ahead
+	r.opening.Failure, r.opening.Replay = p.found.failure, p.found.replay || p.found.mark != nil || p.found.rewritten
 }
 
 // chainTrip sends the end of one round and the beginning of the next, and returns the batch that was read. What went
@@ -123,24 +135,17 @@ func (r *Round) chainTrip(ctx context.Context, next *Round, through, position in
 
 // readBegin reads the results of a chained round's beginning.
 func (r *Round) readBegin(results pgx.BatchResults, position int64, limits Limits) (batch, error) {
-	expected := r.opening.Position
-	locked, err := r.readLock(results)
+	at, locked, err := r.readLock(results)
 	switch {
 	case err != nil:
 		return batch{}, err
 	case !locked:
 		return batch{}, ErrLockLost
-	case r.opening.Position != expected:
-		r.opening.Position = expected
+	case at != r.opening.Position:
 		return batch{}, fmt.Errorf("%w: somebody moved the cursor", ErrLockLost)
 	}
-	found, err := scanState(results.QueryRow())
-	if err != nil {
+	if r.pending.found, err = scanState(results.QueryRow()); err != nil {
 		return batch{}, fmt.Errorf("read state: %w", err)
-	}
-	if found.failure != nil || found.mark != nil || found.replay || found.rewritten {
-		// Something stands beside the cursor now: after this round, the next one looks at it.
-		r.opening.Failure, r.opening.Replay = found.failure, found.replay
 	}
 	rows, _ := results.Query()
 	return r.takeBatch(rows, position, limits)
@@ -172,6 +177,7 @@ func (r *Round) Await() (committed, begun error) {
 	if r.pending == nil {
 		return nil, nil
 	}
+	r.settle()
 	return r.pending.committed, r.pending.begun
 }
 

@@ -242,7 +242,7 @@ func (r *Round) begin(ctx context.Context, queue func(*pgx.Batch), read func(pgx
 	if r.tx = results.(interface{ Tx() pgx.Tx }).Tx(); r.tx == nil {
 		return false, errors.New("begin unit: no transaction")
 	}
-	if locked, err = r.readLock(results); err != nil || !locked {
+	if r.opening.Position, locked, err = r.readLock(results); err != nil || !locked {
 		return false, err
 	}
 	return true, read(results)
@@ -259,21 +259,21 @@ func (r *Round) queueLock(batch *pgx.Batch) {
 }
 
 // readLock reads the results of a BEGIN and of what queueLock has queued.
-func (r *Round) readLock(results pgx.BatchResults) (locked bool, err error) {
+func (r *Round) readLock(results pgx.BatchResults) (position int64, locked bool, err error) {
 	if _, err := results.Exec(); err != nil {
-		return false, fmt.Errorf("begin unit: %w", err)
+		return 0, false, fmt.Errorf("begin unit: %w", err)
 	}
 	settings := []any{nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, &r.searchPath, &r.role}
 	if err := results.QueryRow().Scan(settings...); err != nil {
-		return false, fmt.Errorf("set up unit: %w", err)
+		return 0, false, fmt.Errorf("set up unit: %w", err)
 	}
-	switch err := results.QueryRow().Scan(&r.opening.Position); {
+	switch err := results.QueryRow().Scan(&position); {
 	case errors.Is(err, pgx.ErrNoRows):
-		return false, nil
+		return 0, false, nil
 	case err != nil:
-		return false, fmt.Errorf("lock cursor: %w", err)
+		return 0, false, fmt.Errorf("lock cursor: %w", err)
 	}
-	return true, nil
+	return position, true, nil
 }
 
 // prove decides what may be done with what was read. The short path believes numbers that follow each other

@@ -20,7 +20,8 @@ type Unit struct {
 	mu       sync.Mutex
 	ended    bool
 	entered  bool
-	left     chan struct{} // made when entered, closed when left
+	returned bool          // what entered has left again
+	left     chan struct{} // made when somebody waits for that
 	failed   error
 	buffered []buffered
 }
@@ -31,6 +32,9 @@ type buffered struct {
 }
 
 type unitKey struct{}
+
+// IsUnitKey tells whether a context is asked for its unit; it is for contexts of other types that carry one.
+func IsUnitKey(key any) bool { return key == any(unitKey{}) }
 
 // ContextWithUnit returns a context that carries the unit.
 func ContextWithUnit(ctx context.Context, u *Unit) context.Context {
@@ -123,18 +127,21 @@ func (u *Unit) Enter() error {
 	case u.entered:
 		return ErrEnteredTwice
 	}
-	u.entered, u.left = true, make(chan struct{})
+	u.entered = true
 	return nil
 }
 
 // Leave is for the round middleware: the handler has returned, with this error or nil.
 func (u *Unit) Leave(err error) {
-	if err != nil {
-		u.Fail(err)
-	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	close(u.left)
+	if u.failed == nil {
+		u.failed = err
+	}
+	u.returned = true
+	if u.left != nil {
+		close(u.left)
+	}
 }
 
 // Entered tells whether the message passed the round middleware. The channel is closed once its handler has
@@ -142,22 +149,29 @@ func (u *Unit) Leave(err error) {
 func (u *Unit) Entered() (left <-chan struct{}, entered bool) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	return u.left, u.entered
+	switch {
+	case !u.entered:
+		return nil, false
+	case u.returned:
+		return alreadyLeft, true
+	case u.left == nil:
+		u.left = make(chan struct{})
+	}
+	return u.left, true
 }
+
+var alreadyLeft = func() chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return c
+}()
 
 // Returned tells whether the message passed the round middleware and its handler has returned: what is
 // published now was returned by the handler.
 func (u *Unit) Returned() bool {
-	left, entered := u.Entered()
-	if !entered {
-		return false
-	}
-	select {
-	case <-left:
-		return true
-	default:
-		return false
-	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.returned
 }
 
 // Err is [ErrUnitEnded] once the unit has ended.

@@ -1,13 +1,13 @@
 package publisher
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"regexp"
 	"strings"
+	"sync"
 	"unicode/utf8"
 
 	wsql "github.com/ThreeDotsLabs/watermill-sql/v3/pkg/sql"
@@ -49,11 +49,29 @@ type JobsConfig struct {
 // their readers GenerateMessagesOffsetsTableName.
 type Jobs struct {
 	schema SchemaAdapter
+	tables sync.Map // of topics that were checked: topic to table
+	arrays *arrays
+	others *others
 }
 
+var _ message.Publisher = (*Jobs)(nil)
+
+// table is how the jobs of a topic are inserted.
+type table struct {
+	owner  cursor.Flusher // who inserts them: arrays, or others
+	column string         // the payload's type, json, jsonb or bytea; "" where only the adapter knows
+	sql    string         // inserts any number of jobs by three arrays
+}
+
+// arrays inserts jobs into tables that it knows, in the round's last trip.
+type arrays struct{ jobs *Jobs }
+
+// others inserts jobs by the statements of an adapter, in trips of their own.
+type others struct{ jobs *Jobs }
+
 var (
-	_ message.Publisher = (*Jobs)(nil)
-	_ cursor.Preparer   = (*Jobs)(nil)
+	_ cursor.Flusher  = (*arrays)(nil)
+	_ cursor.Preparer = (*others)(nil)
 )
 
 // NewJobs returns a publisher of jobs. It may be shared by all handlers of a router.
@@ -67,15 +85,20 @@ func NewJobs(config JobsConfig) (*Jobs, error) {
 		}
 		config.Schema = *schema
 	}
-	return &Jobs{schema: config.Schema}, nil
+	j := &Jobs{schema: config.Schema}
+	j.arrays, j.others = &arrays{j}, &others{j}
+	return j, nil
 }
 
 // job is a message as it is buffered in a unit: as it was when it was published, whatever the handler does with
 // it later.
 type job struct {
 	topic    string
-	msg      *message.Message
-	metadata string // as JSON
+	table    *table
+	uuid     string
+	payload  string
+	metadata string           // as JSON
+	msg      *message.Message // for an adapter
 }
 
 // Publish buffers messages in the unit of work that their contexts carry; they are written at the end of the
@@ -88,10 +111,13 @@ type job struct {
 // returned by the handler fails the round with that error; the router does not see it fail, because it logs
 // the messages that it could not publish.
 func (j *Jobs) Publish(topic string, messages ...*message.Message) error {
+	table, err := j.table(topic)
+	if err != nil {
+		return refused(messages, err)
+	}
 	jobs, units := make([]job, len(messages)), make([]*cursor.Unit, len(messages))
 	for i, msg := range messages {
-		var err error
-		if jobs[i], err = j.check(topic, msg); err != nil {
+		if jobs[i], err = j.check(topic, table, msg); err != nil {
 			return refused(messages, err)
 		}
 		var ok bool
@@ -101,7 +127,7 @@ func (j *Jobs) Publish(topic string, messages ...*message.Message) error {
 		}
 	}
 	for i, msg := range messages {
-		if err := units[i].Buffer(j, jobs[i]); err != nil {
+		if err := units[i].Buffer(table.owner, &jobs[i]); err != nil {
 			return fmt.Errorf("publish job %q to %q: %w: %w", msg.UUID, topic, ErrNoUnit, err)
 		}
 	}
@@ -121,24 +147,15 @@ func refused(messages []*message.Message, err error) error {
 	return err
 }
 
-func (j *Jobs) check(topic string, msg *message.Message) (job, error) {
-	if err := j.checkTopic(topic); err != nil {
-		return job{}, err
-	}
-	kept := message.NewMessage(msg.UUID, bytes.Clone(msg.Payload))
-	if len(msg.Metadata) > 0 { // a nil map would be read back as nil
-		kept.Metadata = maps.Clone(msg.Metadata)
-	}
-	kept.SetContext(msg.Context())
-
+func (j *Jobs) check(topic string, table *table, msg *message.Message) (job, error) {
 	reason := textReason("its id", msg.UUID)
-	if _, ok := j.schema.(wsql.DefaultPostgreSQLSchema); ok && reason == "" {
+	if _, ok := j.schema.(wsql.DefaultPostgreSQLSchema); ok && reason == "" && len(msg.UUID) > 36 {
 		if n := utf8.RuneCountInString(msg.UUID); n > 36 {
 			reason = fmt.Sprintf("its id has %d characters, the column holds 36", n)
 		}
 	}
-	if column := j.payloadColumn(topic); column != "" && reason == "" {
-		reason = payloadReason(msg.Payload, column)
+	if table.column != "" && reason == "" {
+		reason = payloadReason(msg.Payload, table.column)
 	}
 	var metadata string
 	if reason == "" {
@@ -147,22 +164,35 @@ func (j *Jobs) check(topic string, msg *message.Message) (job, error) {
 	if reason != "" {
 		return job{}, &ValueError{Topic: topic, UUID: msg.UUID, Reason: reason}
 	}
-	return job{topic: topic, msg: kept, metadata: metadata}, nil
+	kept := job{topic: topic, table: table, uuid: msg.UUID, payload: string(msg.Payload), metadata: metadata}
+	if table.column == "" {
+		kept.msg = message.NewMessage(msg.UUID, []byte(kept.payload))
+		if len(msg.Metadata) > 0 { // a nil map would be read back as nil
+			kept.msg.Metadata = maps.Clone(msg.Metadata)
+		}
+		kept.msg.SetContext(msg.Context())
+	}
+	return kept, nil
 }
 
-// payloadColumn is the type of the payload's column, json, jsonb or bytea; or "" where only the adapter knows
-// how a job is inserted.
-func (j *Jobs) payloadColumn(topic string) string {
-	schema, ok := j.schema.(wsql.DefaultPostgreSQLSchema)
-	if !ok {
-		return ""
+// table checks a topic, the first time that it is met, and returns how its jobs are inserted.
+func (j *Jobs) table(topic string) (*table, error) {
+	if known, ok := j.tables.Load(topic); ok {
+		return known.(*table), nil
 	}
-	column, _, _ := strings.Cut(strings.ToLower(schema.PayloadColumnType(topic)), " ") // such as "bytea not null"
-	switch column {
-	case "json", "jsonb", "bytea":
-		return column
+	if err := j.checkTopic(topic); err != nil {
+		return nil, err
 	}
-	return ""
+	t := &table{owner: j.others}
+	if schema, ok := j.schema.(wsql.DefaultPostgreSQLSchema); ok {
+		column, _, _ := strings.Cut(strings.ToLower(schema.PayloadColumnType(topic)), " ") // such as "bytea not null"
+		switch column {
+		case "json", "jsonb", "bytea":
+			*t = table{owner: j.arrays, column: column, sql: insertArrays(schema.MessagesTable(topic), column)}
+		}
+	}
+	j.tables.Store(topic, t)
+	return t, nil
 }
 
 // What watermill-sql takes for a topic.
@@ -220,10 +250,10 @@ func (j *Jobs) Initialize(ctx context.Context, db cursor.Beginner, topics ...str
 }
 
 // byTopic returns a round's jobs in the order of their topics' first.
-func byTopic(items []cursor.Item) (topics []string, jobs map[string][]job) {
-	jobs = map[string][]job{}
+func byTopic(items []cursor.Item) (topics []string, jobs map[string][]*job) {
+	jobs = map[string][]*job{}
 	for _, item := range items {
-		next := item.Value.(job)
+		next := item.Value.(*job)
 		if _, known := jobs[next.topic]; !known {
 			topics = append(topics, next.topic)
 		}
@@ -232,23 +262,23 @@ func byTopic(items []cursor.Item) (topics []string, jobs map[string][]job) {
 	return topics, jobs
 }
 
-func payloadSize(j job) int { return len(j.msg.Payload) }
+func payloadSize(j *job) int { return len(j.payload) }
 
-// Prepare writes the jobs that an adapter inserts by its own statements. It is called by the round.
-func (j *Jobs) Prepare(ctx context.Context, tx pgx.Tx, items []cursor.Item) error {
+// Prepare inserts a round's jobs. It is called by the round.
+func (o *others) Prepare(ctx context.Context, tx pgx.Tx, items []cursor.Item) error {
 	topics, jobs := byTopic(items)
 	for _, topic := range topics {
-		if j.payloadColumn(topic) != "" {
-			continue
-		}
-		if err := j.insertByAdapter(ctx, tx, topic, jobs[topic]); err != nil {
+		if err := o.jobs.insertByAdapter(ctx, tx, topic, jobs[topic]); err != nil {
 			return explainInsert(topic, err)
 		}
 	}
 	return nil
 }
 
-func (j *Jobs) insertByAdapter(ctx context.Context, tx pgx.Tx, topic string, jobs []job) error {
+// Flush has nothing left to do.
+func (o *others) Flush(*cursor.Trip, []cursor.Item) error { return nil }
+
+func (j *Jobs) insertByAdapter(ctx context.Context, tx pgx.Tx, topic string, jobs []*job) error {
 	one, err := j.schema.InsertQuery(topic, message.Messages{jobs[0].msg})
 	if err != nil {
 		return err
@@ -274,44 +304,47 @@ func (j *Jobs) insertByAdapter(ctx context.Context, tx pgx.Tx, topic string, job
 // maxParameters is what a statement may have in PostgreSQL's protocol.
 const maxParameters = 65535
 
-// Flush queues a round's other jobs. It is called by the round.
-func (j *Jobs) Flush(trip *cursor.Trip, items []cursor.Item) error {
+// Flush queues a round's jobs. It is called by the round.
+func (a *arrays) Flush(trip *cursor.Trip, items []cursor.Item) error {
 	topics, jobs := byTopic(items)
 	for _, topic := range topics {
-		column := j.payloadColumn(topic)
-		if column == "" {
-			continue
-		}
-		table := j.schema.(wsql.DefaultPostgreSQLSchema).MessagesTable(topic)
 		for _, piece := range pieces(jobs[topic], len(jobs[topic]), payloadSize) {
-			sql, args := insertArrays(table, column, piece)
-			trip.Queue(func(err error) error { return explainInsert(topic, err) }, sql, args...)
+			trip.Queue(func(err error) error { return explainInsert(topic, err) }, piece[0].table.sql, arrayArguments(piece)...)
 		}
 	}
 	return nil
 }
 
 // insertArrays inserts any number of jobs by three parameters.
-func insertArrays(table, column string, jobs []job) (string, []any) {
-	uuids, metadata := make([]string, len(jobs)), make([]string, len(jobs))
-	raw, texts := make([][]byte, len(jobs)), make([]string, len(jobs))
-	for i := range jobs {
-		uuids[i], metadata[i] = jobs[i].msg.UUID, jobs[i].metadata
-		if column == "bytea" {
-			raw[i] = jobs[i].msg.Payload
-		} else {
-			texts[i] = string(jobs[i].msg.Payload)
-		}
-	}
-	payload, arrayType, payloads := "nullif(j.payload, '')::"+column, "text", any(texts)
+func insertArrays(table, column string) string {
+	payload, arrayType := "nullif(j.payload, '')::"+column, "text"
 	if column == "bytea" {
-		payload, arrayType, payloads = "j.payload", "bytea", raw
+		payload, arrayType = "j.payload", "bytea"
 	}
 	return fmt.Sprintf(`
 insert into %s (uuid, payload, metadata, transaction_id)
 select j.uuid, %s, j.metadata::json, pg_current_xact_id()
 from unnest($1::text[], $2::%s[], $3::text[]) with ordinality as j(uuid, payload, metadata, n)
-order by j.n`, table, payload, arrayType), []any{uuids, payloads, metadata}
+order by j.n`, table, payload, arrayType)
+}
+
+func arrayArguments(jobs []*job) []any {
+	uuids, metadata := make([]string, len(jobs)), make([]string, len(jobs))
+	for i, j := range jobs {
+		uuids[i], metadata[i] = j.uuid, j.metadata
+	}
+	if jobs[0].table.column == "bytea" {
+		payloads := make([][]byte, len(jobs))
+		for i, j := range jobs {
+			payloads[i] = []byte(j.payload)
+		}
+		return []any{uuids, payloads, metadata}
+	}
+	payloads := make([]string, len(jobs))
+	for i, j := range jobs {
+		payloads[i] = j.payload
+	}
+	return []any{uuids, payloads, metadata}
 }
 
 func explainInsert(topic string, err error) error {

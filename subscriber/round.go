@@ -292,8 +292,8 @@ func (e *deadlineError) ErrorType() string { return "timeout" }
 // deliver hands one event out and waits for its ack. When it returns, the event's unit has ended.
 func (s *subscription) deliver(r *cursor.Round, event *cursor.Event) error {
 	unit := r.Hand(event)
-	ctx, cancel := context.WithCancel(cursor.ContextWithUnit(s.values, unit))
-	defer cancel()
+	ctx := &messageContext{values: s.values, unit: unit}
+	defer ctx.cancel()
 	msg := message.NewMessage(event.UUID, event.Payload)
 	msg.Metadata = event.Metadata // read anew for each attempt
 	msg.SetContext(ctx)
@@ -313,7 +313,7 @@ func (s *subscription) deliver(r *cursor.Round, event *cursor.Event) error {
 	acked, answered := s.answer(msg, unit, deadline, s.cut.Done())
 	if !answered {
 		cut := s.cut.Err() != nil
-		cancel()
+		ctx.cancel()
 		grace := time.NewTimer(settleTime)
 		defer grace.Stop()
 		s.answer(msg, unit, grace.C, nil)
