@@ -104,7 +104,7 @@ func (r *Round) chainTrip(ctx context.Context, next *Round, through, position in
 	p := next.pending
 	trip, err := r.lastTrip(through)
 	if err != nil {
-		p.committed = err
+		p.committed, p.begun = err, err
 		return b, err
 	}
 	trip.Queue(explainCommit, "commit")
@@ -126,7 +126,7 @@ func (r *Round) chainTrip(ctx context.Context, next *Round, through, position in
 	if err == nil {
 		err = checkCommit(tag)
 	}
-	if p.committed = err; err != nil {
+	if p.committed, p.begun = err, err; err != nil {
 		return b, err
 	}
 	b, p.begun = next.readBegin(results, position, limits)

@@ -40,6 +40,9 @@ on conflict (consumer, topic, shard, first_seq) do update set
 // After an error the round must be rolled back. If the connection was lost while the COMMIT was under way,
 // its outcome is not known; the next round finds out, as it reads the position under the lock.
 func (r *Round) Commit(ctx context.Context, through int64) error {
+	if position := r.opening.Position; through < position || through == position && r.opening.Status != Replaying {
+		return fmt.Errorf("a round at seq %d cannot end at %d", position, through)
+	}
 	for _, owner := range r.owners {
 		if p, ok := owner.(Preparer); ok {
 			if err := p.Prepare(ctx, r.tx, r.items[owner]); err != nil {
