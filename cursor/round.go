@@ -177,12 +177,40 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 	if err := r.prove(ctx); err != nil {
 		return nil, err
 	}
-	if park && o.Status == Ready {
-		o.Status = Parking
+	// The batch's statement looked a moment later than the state's: a failure's record or a mark that came between
+	// the two must not make it longer than what is decided on.
+	if o.Status == Ready {
+		switch {
+		case park:
+			o.Status = Parking
+			o.cut(1)
+		case r.mark.slow:
+			o.cut(1)
+		case f != nil && f.Seq > 0:
+			o.cutBefore(f.Seq)
+		}
 	}
 	r.mark.through = max(r.mark.through, o.Through)
 	o.Full = o.Full || r.mark.slow
 	return o, nil
+}
+
+// cutBefore leaves of the batch what comes before a seq, or that event alone.
+func (o *Opening) cutBefore(seq int64) {
+	for i := range o.Events {
+		if o.Events[i].Seq >= seq {
+			o.cut(max(i, 1))
+			return
+		}
+	}
+}
+
+// cut leaves the first n events of the batch, if it has more.
+func (o *Opening) cut(n int) {
+	if len(o.Events) > n {
+		first, _ := batch{events: o.Events, through: o.Through, throughAt: o.throughAt, full: o.Full}.split(n)
+		o.set(first)
+	}
 }
 
 // Standing is the cursor's failure, if the cursor has not passed it yet.

@@ -554,3 +554,30 @@ func TestMetadataIsDecodedAsWritten(t *testing.T) {
 		r.Rollback(t.Context())
 	}
 }
+
+// What stands beside the cursor is read by one statement of the trip, and the batch by the next; another process may
+// write its failure's record between the two.
+func TestParkedEventIsParkedAloneWhateverIsRecordedMeanwhile(t *testing.T) {
+	t.Parallel()
+	for name, key := range map[string]cursor.Key{"all topics": push, "one topic": {Consumer: "push", Topic: "orders"}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := logtest.New(t)
+			register(t, db, key, beginning)
+			logtest.Append(t, db, "orders", 12)
+			_, _, err := cursor.RecordFailure(t.Context(), db.Conn(t), nil, key, "test", cursor.Attempt{Seq: 1, Through: 1, ErrorType: "x", Jitter: 1})
+			require.NoError(t, err)
+			// The state's statement is followed by the batch's: make the failures' table look different to the second.
+			db.Exec(t, `alter table event_consumer_failures rename to real_failures`)
+			db.Exec(t, `create sequence looks`)
+			db.Exec(t, `create view event_consumer_failures as select consumer, topic, shard,
+				case when nextval('looks') % 2 = 1 then seq else 100 end as seq, through, batch, since, failed_at, retry_at, attempts,
+				error_type, permanent, failed_by, edge from real_failures`)
+			r, o := open(t, db, key, func(c *cursor.RoundConfig) { c.ParkAfter = 1; c.Limits.Events = 12 })
+			require.Equal(t, cursor.Parking, o.Status)
+			require.Len(t, o.Events, 1)
+			require.Equal(t, int64(1), o.Through)
+			r.Rollback(t.Context())
+		})
+	}
+}
