@@ -23,6 +23,9 @@ type attempts struct {
 
 func (a *attempts) listenOnce(ctx context.Context, listening func()) error {
 	n := len(a.begun)
+	if n > 100_000 {
+		panic("a hot loop")
+	}
 	a.begun = append(a.begun, time.Since(a.start))
 	defer func() { a.ended = append(a.ended, time.Since(a.start)) }()
 	if life := a.lives(n, time.Since(a.start)); life > 0 {

@@ -59,6 +59,14 @@ func settle(t *testing.T, runner *subscriber.Runner) int64 {
 	return before
 }
 
+// waitLine returns the first line that contains msg.
+func waitLine(t *testing.T, logger *logtest.Logger, msg string) logtest.Line {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	return logger.Wait(t, ctx, 1, msg)[0]
+}
+
 func listenURL(url string) option {
 	return func(c *subscriber.RunnerConfig, _ *routerConfig) { c.ListenURL = url }
 }
@@ -75,7 +83,18 @@ func TestEventsAppendedWhileNobodyListensAreFoundAtTheReconnect(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	proxy, url := faultproxy.For(t, db.URL())
-	s := start(t, db, map[string]handler{"push": work, "audit": work}, poll(never), listenURL(url))
+	logger := logtest.NewLogger()
+	runner, err := subscriber.NewRunner(
+		db.Pool(t, func(c *pgxpool.Config) {
+			c.MaxConns = 8
+			c.ConnConfig.Tracer = &tracer{refuse: func(sql string) bool { return strings.Contains(sql, "pg_notify") }} // a probe would wake, too
+		}),
+		subscriber.RunnerConfig{
+			Consumers:    []subscriber.ConsumerConfig{{Name: "push", Topic: subscriber.AllTopics}, {Name: "audit", Topic: subscriber.AllTopics}},
+			PollInterval: never, ListenURL: url,
+		}, logger)
+	require.NoError(t, err)
+	serve(t, runner, map[string]handler{"push": work, "audit": work})
 	pid := waitListening(t, db, 0)
 	logtest.Append(t, db, "orders", 1)
 	waitPosition(t, db, "push", 1)
@@ -83,8 +102,8 @@ func TestEventsAppendedWhileNobodyListensAreFoundAtTheReconnect(t *testing.T) {
 
 	proxy.Refuse()
 	terminate(t, db, pid)
-	s.logger.Wait(t, t.Context(), 1, "event log listener lost")
-	settle(t, s.runner)
+	waitLine(t, logger, "event log listener lost")
+	settle(t, runner)
 	logtest.Append(t, db, "orders", 1)
 	require.Equal(t, int64(1), position(t, db, "push"), "nobody heard of it")
 	proxy.Pass()
@@ -94,7 +113,7 @@ func TestEventsAppendedWhileNobodyListensAreFoundAtTheReconnect(t *testing.T) {
 	t.Logf("delivered %v after the server could be reached again", time.Since(started).Round(time.Millisecond))
 	waitListening(t, db, pid)
 	require.Equal(t, 1, proxy.Open())
-	require.Empty(t, s.logger.Lines("", "error"))
+	require.Empty(t, logger.Lines("", "error"))
 }
 
 func TestReconnectIsQuickHoweverLongThePollIntervalIs(t *testing.T) {
@@ -189,6 +208,7 @@ func TestServerRestartNeedsNoRestartOfTheProcess(t *testing.T) {
 			pid := waitListening(t, db, 0)
 			logtest.Append(t, db, "orders", 1)
 			waitPosition(t, db, "push", 1)
+			settle(t, s.runner)
 			require.NoError(t, server.Restart(t.Context(), immediate))
 			started := time.Now()
 			waitListening(t, db, pid)
@@ -198,7 +218,8 @@ func TestServerRestartNeedsNoRestartOfTheProcess(t *testing.T) {
 				waitPosition(t, db, "push", n)
 			}
 			require.Equal(t, upTo(4), effects(t, db, "push"))
-			require.LessOrEqual(t, len(s.logger.Lines("event", "error")), 1)
+			lines := s.logger.Lines("event", "error")
+			require.LessOrEqual(t, len(lines), 2, "%v", lines) // of pooled connections that the restart has cut
 			require.Empty(t, s.runner.Failed())
 		})
 	}
@@ -247,10 +268,10 @@ func TestListenerThatHearsNothingGivesUpAndPollingGoesOn(t *testing.T) {
 	t.Parallel()
 	db, elsewhere := newDB(t), newDB(t)
 	s := startListening(t, db, map[string]handler{"push": work}, time.Hour, 20*time.Second, 200*time.Millisecond, listenURL(elsewhere.URL()))
-	lines := s.logger.Wait(t, t.Context(), 1, "event log listener gives up")
-	require.Equal(t, "info", lines[0].Level)
-	require.ErrorContains(t, lines[0].Fields["err"].(error), "ListenURL")
-	require.ErrorContains(t, lines[0].Fields["err"].(error), "DisableListen")
+	line := waitLine(t, s.logger, "event log listener gives up")
+	require.Equal(t, "info", line.Level)
+	require.ErrorContains(t, line.Fields["err"].(error), "ListenURL")
+	require.ErrorContains(t, line.Fields["err"].(error), "DisableListen")
 	require.Eventually(t, func() bool { return pgtest.Value[int64](t, elsewhere, listeners) == 0 }, 20*time.Second, 5*time.Millisecond)
 	logtest.Append(t, db, "orders", 1)
 	waitPosition(t, db, "push", 1)
@@ -299,7 +320,7 @@ func TestSlowOrLostProbeIsNoPooler(t *testing.T) {
 		require.NoError(t, err)
 		runner.SetListenTimes(time.Hour, 500*time.Millisecond, time.Millisecond)
 		serve(t, runner, map[string]handler{"push": work})
-		logger.Wait(t, t.Context(), 1, "event log listener is back")
+		waitLine(t, logger, "event log listener is back")
 		require.Equal(t, 2, proxy.Accepted())
 		logtest.Append(t, db, "orders", 1)
 		waitPosition(t, db, "push", 1)

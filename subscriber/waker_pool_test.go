@@ -8,10 +8,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
-
-	"github.com/ThreeDotsLabs/watermill/message"
 
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
@@ -23,7 +22,7 @@ func jam(t *testing.T, db *pgtest.DB, deadline time.Duration) (*subscriber.Runne
 	t.Helper()
 	logger := logtest.NewLogger()
 	pool := db.Pool(t, func(c *pgxpool.Config) { c.MaxConns = 4 })
-	config := subscriber.RunnerConfig{PollInterval: 50 * time.Millisecond, MaxRounds: 4}
+	config := subscriber.RunnerConfig{PollInterval: 50 * time.Millisecond, MaxRounds: 4, StopBudget: 500 * time.Millisecond}
 	handlers := map[string]handler{}
 	for n := range 4 {
 		name := fmt.Sprint("consumer-", n)
@@ -48,9 +47,9 @@ func jam(t *testing.T, db *pgtest.DB, deadline time.Duration) (*subscriber.Runne
 func TestHandlersThatWaitForEachOthersConnectionsGetOn(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	const events = 100
+	const events = 50
 	logtest.Append(t, db, "orders", events)
-	runner, logger, handlers := jam(t, db, 500*time.Millisecond)
+	runner, logger, handlers := jam(t, db, 300*time.Millisecond)
 	serve(t, runner, handlers)
 	for name := range handlers {
 		require.Eventually(t, func() bool { return position(t, db, name) == events }, time.Minute, 20*time.Millisecond)
@@ -67,14 +66,14 @@ func TestCloseEndsAJam(t *testing.T) {
 	logtest.Append(t, db, "orders", 100)
 	var inside atomic.Int64
 	runner, logger, handlers := jam(t, db, 30*time.Second)
-	pool := make(chan struct{})
+	full := make(chan struct{})
 	for name, h := range handlers {
 		handlers[name] = func(msg *message.Message) ([]*message.Message, error) {
 			if inside.Add(1) == 4 {
-				close(pool) // each has its connection now
+				close(full) // each has its connection now
 			}
 			select {
-			case <-pool:
+			case <-full:
 			case <-msg.Context().Done():
 				return nil, msg.Context().Err()
 			}
@@ -82,12 +81,14 @@ func TestCloseEndsAJam(t *testing.T) {
 		}
 	}
 	serve(t, runner, handlers)
-	receive(t, pool, "the jam")
+	receive(t, full, "the jam")
 	closed := make(chan error, 1)
 	started := time.Now()
 	go func() { closed <- runner.Close() }()
 	require.NoError(t, receive(t, closed, "the end"))
-	t.Logf("closed in %v", time.Since(started).Round(time.Millisecond))
+	took := time.Since(started)
+	t.Logf("closed in %v", took.Round(time.Millisecond))
+	require.Less(t, took, 5*time.Second)
 	require.Empty(t, logger.Lines("", "error"), "a stop is no failure")
 }
 
@@ -118,9 +119,7 @@ func TestOneConnectionIsEnoughForAConsumerThatUsesItsUnit(t *testing.T) {
 	require.Less(t, time.Since(started), 4*time.Second, "a failure finds the connection free")
 	require.Equal(t, upTo(events), effects(t, db, "push"))
 	require.Equal(t, int64(events), jobCount(t, db))
-	logger.Wait(t, t.Context(), 1, "event consumer recovered")
-	lines := logger.Lines("turns")
-	require.Empty(t, lines)
+	waitLine(t, logger, "event consumer recovered")
 	require.Equal(t, int64(0), pgtest.Value[int64](t, db, "select count(*) from event_consumer_failures"))
 	logtest.Append(t, db, "orders", 1)
 	waitPosition(t, db, "push", events+1)

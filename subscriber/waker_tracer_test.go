@@ -6,11 +6,21 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// tracer tells of each statement before it is sent, those of a batch included.
-type tracer struct{ query func(sql string) }
+// tracer tells of each statement before it is sent, those of a batch included, and may keep one back.
+type tracer struct {
+	query  func(sql string)
+	refuse func(sql string) bool
+}
 
 func (tr *tracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
-	tr.query(data.SQL)
+	if tr.query != nil {
+		tr.query(data.SQL)
+	}
+	if tr.refuse != nil && tr.refuse(data.SQL) {
+		ctx, cancel := context.WithCancel(ctx)
+		cancel()
+		return ctx
+	}
 	return ctx
 }
 
@@ -18,7 +28,9 @@ func (tr *tracer) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndDat
 
 func (tr *tracer) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
 	for _, q := range data.Batch.QueuedQueries {
-		tr.query(q.SQL)
+		if tr.query != nil {
+			tr.query(q.SQL)
+		}
 	}
 	return ctx
 }
