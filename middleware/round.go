@@ -24,9 +24,14 @@ func Round(logger watermill.LoggerAdapter) message.HandlerMiddleware {
 	if logger == nil {
 		logger = watermill.NopLogger{}
 	}
-	capture := Capture(logger)
 	return func(h message.HandlerFunc) message.HandlerFunc {
-		return capture(Recover(Carry(h)))
+		return func(msg *message.Message) ([]*message.Message, error) {
+			unit, ok := cursor.UnitFromContext(msg.Context())
+			if !ok {
+				return h(msg)
+			}
+			return capture(logger, unit, msg, h, true)
+		}
 	}
 }
 
@@ -35,36 +40,54 @@ func Round(logger watermill.LoggerAdapter) message.HandlerMiddleware {
 // ack that comes before the handler's return waits for it.
 func Capture(logger watermill.LoggerAdapter) message.HandlerMiddleware {
 	return func(h message.HandlerFunc) message.HandlerFunc {
-		return func(msg *message.Message) (produced []*message.Message, err error) {
+		return func(msg *message.Message) ([]*message.Message, error) {
 			unit, ok := cursor.UnitFromContext(msg.Context())
 			if !ok {
 				return h(msg)
 			}
-			if err := unit.Enter(); err != nil {
-				unit.Fail(err)
-				return nil, quiet(err)
-			}
-			failed, returned := errExited, false
-			defer func() {
-				unit.Leave(failed)
-				if !returned {
-					msg.Nack() // the router never hears of this message again
-				}
-			}()
-			produced, failed = h(msg)
-			returned = true
-			if failed == nil {
-				failed = unanswerable(msg, unit, produced)
-			}
-			if failed != nil {
-				logger.Debug("event handler failed", watermill.LogFields{
-					"consumer": unit.Cursor().String(), "seq": unit.Event().Seq, "err": failed,
-				})
-				return nil, quiet(failed)
-			}
-			return produced, nil
+			return capture(logger, unit, msg, h, false)
 		}
 	}
+}
+
+// capture is Capture and, when all is asked for, Recover and Carry: in one function, because the router handles each
+// message in a new goroutine, whose stack is small.
+func capture(logger watermill.LoggerAdapter, unit *cursor.Unit, msg *message.Message, h message.HandlerFunc, all bool) (produced []*message.Message, err error) {
+	if err := unit.Enter(); err != nil {
+		unit.Fail(err)
+		return nil, quiet(err)
+	}
+	failed, returned := errExited, false
+	defer func() {
+		if !returned && all {
+			if v := recover(); v != nil {
+				failed, returned = &PanicError{Kind: fmt.Sprintf("%T", v), Place: panicPlace()}, true
+				logFailed(logger, unit, failed)
+				produced, err = nil, quiet(failed)
+			}
+		}
+		unit.Leave(failed)
+		if !returned {
+			msg.Nack() // the router never hears of this message again
+		}
+	}()
+	produced, failed = h(msg)
+	returned = true
+	if failed == nil {
+		failed = unanswerable(msg, unit, produced)
+	}
+	if failed != nil {
+		logFailed(logger, unit, failed)
+		return nil, quiet(failed)
+	}
+	if all {
+		carry(unit, produced)
+	}
+	return produced, nil
+}
+
+func logFailed(logger watermill.LoggerAdapter, unit *cursor.Unit, err error) {
+	logger.Debug("event handler failed", watermill.LogFields{"consumer": unit.Cursor().String(), "seq": unit.Event().Seq, "err": err})
 }
 
 // unanswerable tells why nothing can come of a handler's success: it nacked its message by itself, acked it before
@@ -158,11 +181,15 @@ func Carry(h message.HandlerFunc) message.HandlerFunc {
 		if !ok {
 			return produced, err
 		}
-		for _, m := range produced {
-			if m != nil {
-				m.SetContext(cursor.ContextWithUnit(m.Context(), unit))
-			}
-		}
+		carry(unit, produced)
 		return produced, err
+	}
+}
+
+func carry(unit *cursor.Unit, produced []*message.Message) {
+	for _, m := range produced {
+		if m != nil {
+			m.SetContext(cursor.ContextWithUnit(m.Context(), unit))
+		}
 	}
 }

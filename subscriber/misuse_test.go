@@ -119,7 +119,8 @@ func TestHandlerThatEndsInsideItsTransactionCostsOnlyItsRound(t *testing.T) {
 			waitPosition(t, db, "push", 4)
 			require.Equal(t, upTo(4), effects(t, db, "push"))
 			require.NoError(t, s.router.Close())
-			require.Equal(t, int32(0), s.pool.Stat().AcquiredConns())
+			// A connection that was closed leaves the pool a moment later.
+			require.Eventually(t, func() bool { return s.pool.Stat().AcquiredConns() == 0 }, 20*time.Second, time.Millisecond)
 			for _, line := range s.logger.Lines("") {
 				require.NotContains(t, line.String(), "s3cr3t")
 			}
@@ -151,7 +152,7 @@ func TestCallThatNeverReturnsHoldsNobodyElse(t *testing.T) {
 	require.Equal(t, upTo(2), effects(t, db, "push"))
 	require.Len(t, s.logger.Lines("left its connection", "error"), 1)
 	require.NoError(t, s.runner.Close())
-	require.Equal(t, int32(0), s.pool.Stat().AcquiredConns())
+	require.Eventually(t, func() bool { return s.pool.Stat().AcquiredConns() == 0 }, 20*time.Second, time.Millisecond)
 	close(end) // the router waits for the handler
 }
 
