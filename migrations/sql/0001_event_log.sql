@@ -50,8 +50,9 @@ return ('x' || left(encode(sha256(convert_to(key, 'UTF8')), 'hex'), 8))::bit(32)
 
 create function public.event_outbox_number() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp
--- The outbox is empty whenever it is analyzed; a plan made for that would read all its dead rows.
-set enable_seqscan = off
+-- The outbox is empty whenever it is analyzed; a plan made for that would read all its dead rows. (What such a
+-- setting adds to the estimates must not start the compiler.)
+set enable_seqscan = off set jit = off
 as $function$
 declare
     mine     constant xid8 := pg_current_xact_id();
