@@ -48,6 +48,9 @@ func (k Key) Validate() error {
 	if k.Consumer == "" {
 		errs = append(errs, errors.New("missing consumer name"))
 	}
+	if k.Topic == AllTopics {
+		errs = append(errs, errors.New(`topic "*": in a cursor's key every topic is ""`))
+	}
 	for _, part := range []struct{ what, value string }{
 		{"consumer name", k.Consumer}, {"topic", k.Topic}, {"shard", k.Shard},
 	} {

@@ -14,7 +14,7 @@ import (
 var ErrNotParked = errors.New("event is not parked")
 
 // Permanent marks an error as one that another attempt cannot mend: a consumer that parks parks its event at
-// once. Permanent(nil) is nil.
+// once; one that does not stands still as ever. Permanent(nil) is nil.
 func Permanent(err error) error {
 	if err == nil {
 		return nil
@@ -55,6 +55,9 @@ limit $5`
 
 // ListParked returns a cursor's parked events behind a seq, in order, at most limit of them.
 func ListParked(ctx context.Context, db Querier, log *Log, key Key, after int64, limit int) ([]Parked, error) {
+	if err := key.Validate(); err != nil {
+		return nil, fmt.Errorf("list parked events of cursor %q: %w", key, err)
+	}
 	rows, _ := db.Query(ctx, log.Render(sqlListParked), key.Consumer, key.Topic, key.Shard, after, limit)
 	parked, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (p Parked, err error) {
 		var metadata []byte
@@ -109,6 +112,9 @@ func Discard(ctx context.Context, db Querier, log *Log, key Key, seq int64, by, 
 }
 
 func onParked(ctx context.Context, db Querier, log *Log, sql, verb string, key Key, seq int64, by, reason string) error {
+	if err := key.Validate(); err != nil {
+		return fmt.Errorf("%s event %d of cursor %q: %w", verb, seq, key, err)
+	}
 	rows, _ := db.Query(ctx, log.Render(sql), key.Consumer, key.Topic, key.Shard, seq, by, reason)
 	_, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
 	switch {

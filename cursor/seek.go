@@ -34,6 +34,9 @@ where c.consumer = $1 and c.topic = $2 and c.shard = $3`
 //
 // It is the way on for a cursor that is ahead of its log.
 func Seek(ctx context.Context, db Beginner, log *Log, key Key, position int64, by, reason string) error {
+	if err := key.Validate(); err != nil {
+		return fmt.Errorf("seek cursor %q: %w", key, err)
+	}
 	err := InReadCommitted(ctx, db, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, "select set_config('lock_timeout', '10s', true)"); err != nil {
 			return err

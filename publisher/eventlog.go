@@ -185,7 +185,8 @@ const rowsPerStatement = 100
 
 // Publish appends messages as events, in order. A message that could not be read back as it is (an empty topic,
 // a payload above MaxPayload, metadata or an id that PostgreSQL cannot hold) is a [ValueError], and nothing is
-// sent. A handler of an event of the same log is refused with [cursor.ErrConsumerAppends].
+// sent. A message that carries the context of an event of the same log is refused with
+// [cursor.ErrConsumerAppends]: a handler's append without it is no part of its round, and comes again with it.
 //
 // The first message's context bounds the call: one that was never set has no end.
 func (p *EventLog) Publish(topic string, messages ...*message.Message) error {

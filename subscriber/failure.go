@@ -103,6 +103,9 @@ func (s *subscription) fail(f *failure) next {
 	s.standing.attempts++
 	s.logFailure(f.err, cursor.Failure{Seq: f.seq, ErrorType: attempt.ErrorType, Attempts: s.standing.attempts}, edge)
 	delay := min(s.config.RetryDelayCap, s.config.RetryDelay<<min(s.standing.attempts-1, 20))
+	if f.seq == 0 { // it is not an event that fails, but what all depend on
+		delay = min(delay, s.runner.config.PollInterval)
+	}
 	return next{wait: time.Duration(float64(delay) * attempt.Jitter)}
 }
 

@@ -11,6 +11,7 @@ import (
 	"os/signal"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -46,21 +47,26 @@ func runHeldWorker(url string) error {
 		return err
 	}
 	lines := bufio.NewScanner(os.Stdin)
+	var read atomic.Int64 // when
 	wait := func(format string, args ...any) {
 		fmt.Printf(format+"\n", args...)
 		lines.Scan()
+		for time.Since(time.UnixMilli(read.Load())) < 300*time.Millisecond {
+			time.Sleep(20 * time.Millisecond) // until what was sent to it is read
+		}
 	}
 	config, err := pgxpool.ParseConfig(url)
 	if err != nil {
 		return err
 	}
+	hold := func() {}
 	if os.Getenv(envReading) != "" {
-		once := sync.OnceFunc(func() { wait("reading") })
-		dial := config.ConnConfig.DialFunc
-		config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
-			conn, err := dial(ctx, network, address)
-			return &heldConn{Conn: conn, hold: once}, err
-		}
+		hold = sync.OnceFunc(func() { wait("reading") })
+	}
+	dial := config.ConnConfig.DialFunc
+	config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+		conn, err := dial(ctx, network, address)
+		return &heldConn{Conn: conn, hold: hold, last: &read}, err
 	}
 	pool, err := pgxpool.NewWithConfig(ctx, config)
 	if err != nil {
@@ -117,16 +123,18 @@ func numbered(msg *message.Message) ([]*message.Message, error) {
 	return []*message.Message{message.NewMessage(msg.UUID, fmt.Append(nil, seqOf(msg)))}, nil
 }
 
-// heldConn holds whoever reads when it has read a lot.
+// heldConn notes when it was read last, and holds whoever reads when it has read a lot.
 type heldConn struct {
 	net.Conn
-	read int
-	hold func()
+	bytes int
+	hold  func()
+	last  *atomic.Int64
 }
 
 func (c *heldConn) Read(b []byte) (int, error) {
 	n, err := c.Conn.Read(b)
-	if c.read += n; c.read > 1<<20 {
+	c.last.Store(time.Now().UnixMilli())
+	if c.bytes += n; c.bytes > 1<<20 {
 		c.hold()
 	}
 	return n, err

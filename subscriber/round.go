@@ -213,7 +213,11 @@ func (s *subscription) commit(r *cursor.Round, opening *cursor.Opening, through 
 	case cursor.Parking:
 		seq, errorType, attempts := r.Parked()
 		fields = fields.Add(watermill.LogFields{"seq": seq, "error.type": errorType, "attempts": attempts})
-		s.runner.logger.Error("event consumer parked an event", errors.New("it failed too often"), fields)
+		why := fmt.Errorf("it failed %d times", attempts)
+		if opening.Failure != nil && opening.Failure.Permanent {
+			why = errors.New("its error is permanent")
+		}
+		s.runner.logger.Error("event consumer parked an event", why, fields)
 	default:
 		if handed == 0 {
 			s.coveredAt = time.Now()

@@ -18,7 +18,7 @@ create table public.event_outbox (
     xid         xid8        not null default pg_current_xact_id(),
     id          bigint      generated always as identity,
     occurred_at timestamptz not null default clock_timestamp() check (isfinite(occurred_at)),
-    topic       text        not null check (topic <> ''),
+    topic       text        not null check (topic not in ('', '*')),
     key         text,
     uuid        text        not null default gen_random_uuid()::text,
     payload     bytea       not null default '',
