@@ -51,8 +51,9 @@ func runHeldWorker(url string) error {
 	wait := func(format string, args ...any) {
 		fmt.Printf(format+"\n", args...)
 		lines.Scan()
-		for time.Since(time.UnixMilli(read.Load())) < 300*time.Millisecond {
-			time.Sleep(20 * time.Millisecond) // until what was sent to it is read
+		// Until what was sent to it meanwhile is read; a poll reads as well.
+		for time.Since(time.UnixMilli(read.Load())) < min(300*time.Millisecond, bound/30) {
+			time.Sleep(5 * time.Millisecond)
 		}
 	}
 	config, err := pgxpool.ParseConfig(url)

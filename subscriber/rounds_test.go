@@ -164,10 +164,11 @@ func TestWakesDoNotHurryAFailingEvent(t *testing.T) {
 	db := newDB(t)
 	logtest.Append(t, db, "orders", 1)
 	var attempts atomic.Int64
+	patient := consumers(func(c *subscriber.ConsumerConfig) { c.RetryDelay, c.RetryDelayCap = time.Minute, time.Minute })
 	start(t, db, map[string]handler{"push": func(*message.Message) ([]*message.Message, error) {
 		attempts.Add(1)
 		return nil, errors.New("never")
-	}}, consumers(func(c *subscriber.ConsumerConfig) { c.RetryDelay, c.RetryDelayCap = time.Minute, time.Minute }))
+	}}, patient)
 	require.Eventually(t, func() bool {
 		return pgtest.Value[int64](t, db, "select count(*) from event_consumer_failures") == 1
 	}, 20*time.Second, 5*time.Millisecond)
@@ -177,7 +178,7 @@ func TestWakesDoNotHurryAFailingEvent(t *testing.T) {
 	logtest.Append(t, db, "orders", 1)
 
 	// Another process finds the same spacing in the row: its first round is told to wait as well.
-	other := start(t, db, map[string]handler{"push": work, "witness": work})
+	other := start(t, db, map[string]handler{"push": work, "witness": work}, patient)
 	waitPosition(t, db, "witness", 2)
 	require.NoError(t, other.router.Close())
 	require.Equal(t, int64(0), position(t, db, "push"))
