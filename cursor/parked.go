@@ -194,7 +194,7 @@ const sqlAnswerReplay = `
 update public.event_consumer_parked p set
     error_type = coalesce(nullif($5, ''), p.error_type),
     attempts = case when $5 = '' then p.attempts - 1 else p.attempts end,
-    replay_at = case when $5 = '' then clock_timestamp() end
+    replay_at = case when $5 = '' then clock_timestamp() else p.replay_at end -- somebody may have asked again meanwhile
 where p.consumer = $1 and p.topic = $2 and p.shard = $3 and p.seq = $4`
 
 // AnswerReplay notes in a transaction of its own why a replay failed, after the round was rolled back; the event

@@ -100,6 +100,10 @@ with wanted as (
 )
 select consumer, topic, shard, last_seq from created`
 
+const sqlEnsureBounds = `
+select set_config('idle_in_transaction_session_timeout', '30s', true), set_config('statement_timeout', '30s', true),
+    set_config('tcp_user_timeout', '30s', true)`
+
 const sqlMissing = `
 select w.consumer, w.topic, w.shard
 from unnest($1::text[], $2::text[], $3::text[]) as w(consumer, topic, shard)
@@ -125,6 +129,10 @@ func Ensure(ctx context.Context, db Beginner, log *Log, by string, registrations
 	var created []Created
 	var missing []Key
 	err := InReadCommitted(ctx, db, func(tx pgx.Tx) error {
+		// Others wait for the rows that this transaction inserts: it must not last when its process is frozen.
+		if err := exec(ctx, tx, sqlEnsureBounds); err != nil {
+			return err
+		}
 		rows, _ := tx.Query(ctx, log.Render(sqlEnsure), consumers, topics, shards, starts, seqs, times, by)
 		var err error
 		created, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c Created, err error) {

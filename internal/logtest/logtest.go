@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/jackc/pgx/v5"
@@ -125,6 +126,8 @@ func (l *Logger) find(msg string, levels []string) []Line {
 // Wait returns when n lines contain msg, or fails the test when ctx ends before.
 func (l *Logger) Wait(t testing.TB, ctx context.Context, n int, msg string) []Line {
 	t.Helper()
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
 	for {
 		l.lines.mu.Lock()
 		found, changed := l.find(msg, nil), l.lines.changed
