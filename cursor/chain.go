@@ -15,17 +15,17 @@ type pending struct {
 	begun     error  // why the round itself did not begin
 	now       *batch // what the round hands out, where it was not read ahead
 	ahead     *batch // what its successor will hand out
-	found     state  // what stands beside the cursor
+	beside    bool   // something stands beside the cursor
 }
 
-// ErrLockLost is returned when somebody else took the cursor between two chained rounds. An everyday outcome.
+// ErrLockLost is returned when somebody else took, moved or paused the cursor between two chained rounds. An everyday outcome.
 var ErrLockLost = errors.New("the cursor's lock was lost between two rounds")
 
 // CanChain tells whether the round may be ended by [Round.Chain]: all of a full batch was handled, and nothing
 // stands in the way.
 func (r *Round) CanChain(through int64) bool {
 	o := &r.opening
-	if o.Status != Ready || !o.Full || through != o.Through || o.Failure != nil || o.Replay || r.config.ParkAfter > 0 || r.config.ResumeAge > 0 {
+	if o.Status != Ready || !o.Full || through != o.Through || o.Failure != nil || o.Replay || o.beside || r.config.ParkAfter > 0 || r.config.ResumeAge > 0 {
 		return false
 	}
 	if r.pending != nil && r.ahead == nil {
@@ -95,7 +95,7 @@ func (r *Round) settle() {
 		r.opening.set(*p.now)
 	}
 	p.now, r.ahead = nil, p.ahead
-	r.opening.Failure, r.opening.Replay = p.found.failure, p.found.replay || p.found.mark != nil || p.found.rewritten
+	r.opening.beside = p.beside
 }
 
 // chainTrip sends the end of one round and the beginning of the next, and returns the batch that was read. What went
@@ -108,10 +108,8 @@ func (r *Round) chainTrip(ctx context.Context, next *Round, through, position in
 		return b, err
 	}
 	trip.Queue(explainCommit, "commit")
-	key := r.config.Key
 	trip.batch.Queue("begin isolation level read committed")
 	next.queueLock(&trip.batch)
-	trip.batch.Queue(r.config.Log.Render(sqlState), key.Consumer, key.Topic, key.Shard, 0.0)
 	sql, args := next.readAhead(position, limits)
 	trip.batch.Queue(sql, args...)
 
@@ -135,18 +133,18 @@ func (r *Round) chainTrip(ctx context.Context, next *Round, through, position in
 
 // readBegin reads the results of a chained round's beginning.
 func (r *Round) readBegin(results pgx.BatchResults, position int64, limits Limits) (batch, error) {
-	at, locked, err := r.readLock(results)
+	found, err := r.readLock(results)
 	switch {
 	case err != nil:
 		return batch{}, err
-	case !locked:
+	case !found.locked:
 		return batch{}, ErrLockLost
-	case at != r.opening.Position:
+	case found.held:
+		return batch{}, fmt.Errorf("%w: somebody paused the consumer", ErrLockLost)
+	case found.position != r.opening.Position:
 		return batch{}, fmt.Errorf("%w: somebody moved the cursor", ErrLockLost)
 	}
-	if r.pending.found, err = scanState(results.QueryRow()); err != nil {
-		return batch{}, fmt.Errorf("read state: %w", err)
-	}
+	r.pending.beside = found.beside
 	rows, _ := results.Query()
 	return r.takeBatch(rows, position, limits)
 }

@@ -14,17 +14,30 @@ const sqlMove = `
 with moved as (
     update public.event_consumer_cursors c set
         last_seq = $5::bigint,
-        last_occurred_at = coalesce($6::timestamptz, c.last_occurred_at),
-        occurred_seq = case when $6::timestamptz is null then c.occurred_seq else $5::bigint end,
-        matched_seq = coalesce(nullif($7::bigint, 0), c.matched_seq),
-        matched_at = case when $7::bigint > 0 then clock_timestamp() else c.matched_at end,
+        last_occurred_at = coalesce($10::timestamptz, c.last_occurred_at),
+        occurred_seq = case when $10::timestamptz is null then c.occurred_seq else $5::bigint end,
+        matched_seq = coalesce(nullif($11::bigint, 0), c.matched_seq),
+        matched_at = case when $11::bigint > 0 then clock_timestamp() else c.matched_at end,
         moved_at = clock_timestamp(),
-        moved_by = $8::text
+        moved_by = $6::text,
+        rounds = c.rounds + 1
     where c.consumer = $1 and c.topic = $2 and c.shard = $3 and c.last_seq = $4::bigint
-        and current_setting('eventlog.unit', true) = $9::text
-    returning 1
+        and current_setting('eventlog.unit', true) = $7::text
+    returning c.rounds
+)` + sqlRecordRound
+
+// sqlRecordRound ends the statement that moves a cursor. No row moved: division by zero, so that the COMMIT behind it in
+// the trip commits nothing.
+const sqlRecordRound = `, recorded as (
+    insert into public.event_consumer_rounds as r
+        (consumer, topic, shard, slot, round, first_seq, last_seq, handled, committed_at, committed_by)
+    select $1, $2, $3, m.rounds % $8::int, $7::text, $4::bigint + 1, $5::bigint, $9::int, clock_timestamp(), $6::text
+    from moved m where $8::int > 0
+    on conflict (consumer, topic, shard, slot) do update set
+        round = excluded.round, first_seq = excluded.first_seq, last_seq = excluded.last_seq, handled = excluded.handled,
+        committed_at = excluded.committed_at, committed_by = excluded.committed_by
 )
-select 1 / count(*) from moved` // no row moved: division by zero, so that the COMMIT behind it in the trip commits nothing
+select 1 / count(*) from moved`
 
 const sqlRecordLoss = `
 insert into public.event_consumer_losses as l (consumer, topic, shard, first_seq, last_seq, recorded_by, reason)
@@ -103,7 +116,8 @@ func (r *Round) queueMove(trip *Trip, through int64) error {
 	log, key, o := r.config.Log, r.config.Key, &r.opening
 	switch o.Status {
 	case Replaying:
-		trip.Queue(explainEndReplay, log.Render(sqlEndReplay), key.Consumer, key.Topic, key.Shard, r.replaying, r.config.ID)
+		trip.Queue(explainEndReplay, log.Render(sqlEndReplay), key.Consumer, key.Topic, key.Shard, r.replaying-1, r.replaying,
+			r.config.By, r.config.ID, r.config.Record, r.handled)
 		return nil
 	case Lost:
 		trip.Queue(nil, log.Render(sqlRecordLoss), key.Consumer, key.Topic, key.Shard, o.Position+1, through, r.config.By, o.Reason)
@@ -125,8 +139,8 @@ func (r *Round) queueMove(trip *Trip, through int64) error {
 			}
 		}
 	}
-	trip.Queue(explainMove, log.Render(sqlMove), key.Consumer, key.Topic, key.Shard, o.Position, through, occurred, r.matched,
-		r.config.By, r.config.ID)
+	trip.Queue(explainMove, log.Render(sqlMove), key.Consumer, key.Topic, key.Shard, o.Position, through,
+		r.config.By, r.config.ID, r.config.Record, r.handled, occurred, r.matched)
 	if o.Failure != nil && o.Failure.Through <= through {
 		r.cleared = true
 		trip.Queue(nil, log.Render(sqlClearFailure), key.Consumer, key.Topic, key.Shard, through)

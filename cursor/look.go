@@ -12,12 +12,14 @@ type Look struct {
 	Head      int64
 	Positions map[Key]int64 // of the keys that were asked for; one without a row is not in it
 	Replays   map[Key]bool  // cursors that were asked to replay a parked event
+	Held      map[Key]bool  // cursors that are paused or retired
 }
 
 const sqlLook = `
 select s.last_seq, c.consumer, c.topic, c.shard, c.last_seq, exists (
     select from public.event_consumer_parked p
-    where p.consumer = c.consumer and p.topic = c.topic and p.shard = c.shard and p.replay_at is not null)
+    where p.consumer = c.consumer and p.topic = c.topic and p.shard = c.shard and p.replay_at is not null),
+    c.paused_at is not null or c.retired_at is not null
 from public.event_seq s
 left join (
     public.event_consumer_cursors c
@@ -32,12 +34,12 @@ func LookAt(ctx context.Context, db Querier, log *Log, keys []Key) (Look, error)
 	for i, k := range keys {
 		consumers[i], topics[i], shards[i] = k.Consumer, k.Topic, k.Shard
 	}
-	look := Look{Head: -1, Positions: make(map[Key]int64, len(keys)), Replays: map[Key]bool{}}
+	look := Look{Head: -1, Positions: make(map[Key]int64, len(keys)), Replays: map[Key]bool{}, Held: map[Key]bool{}}
 	rows, _ := db.Query(ctx, log.Render(sqlLook), consumers, topics, shards)
 	var consumer, topic, shard *string
 	var position *int64
-	var replay bool
-	_, err := pgx.ForEachRow(rows, []any{&look.Head, &consumer, &topic, &shard, &position, &replay}, func() error {
+	var replay, held bool
+	_, err := pgx.ForEachRow(rows, []any{&look.Head, &consumer, &topic, &shard, &position, &replay, &held}, func() error {
 		if consumer == nil {
 			return nil
 		}
@@ -45,6 +47,9 @@ func LookAt(ctx context.Context, db Querier, log *Log, keys []Key) (Look, error)
 		look.Positions[key] = *position
 		if replay {
 			look.Replays[key] = true
+		}
+		if held {
+			look.Held[key] = true
 		}
 		return nil
 	})

@@ -147,7 +147,7 @@ limit 1`
 func (r *Round) OpenReplay(ctx context.Context) (*Opening, error) {
 	key := r.config.Key
 	o := &r.opening
-	locked, err := r.begin(ctx, func(batch *pgx.Batch) {
+	hold, err := r.begin(ctx, func(batch *pgx.Batch) {
 		batch.Queue(r.config.Log.Render(sqlOpenReplay), key.Consumer, key.Topic, key.Shard)
 	}, func(results pgx.BatchResults) error {
 		rows, _ := results.Query()
@@ -166,8 +166,10 @@ func (r *Round) OpenReplay(ctx context.Context) (*Opening, error) {
 	switch {
 	case err != nil:
 		return nil, fmt.Errorf("open replay: %w", err)
-	case !locked:
+	case !hold.locked:
 		o.Status = Locked
+	case hold.held:
+		o.Status = Held
 	case len(o.Events) == 0:
 		o.Status = CaughtUp
 	default:
@@ -207,11 +209,14 @@ func (r *Round) AnswerReplay(ctx context.Context, db Querier, errorType string) 
 	return nil
 }
 
-// No row deleted, because it was discarded meanwhile: division by zero, so that the COMMIT commits nothing.
+// No row deleted, because it was discarded meanwhile: no row moved.
 const sqlEndReplay = `
 with gone as (
     delete from public.event_consumer_parked p
-    where p.consumer = $1 and p.topic = $2 and p.shard = $3 and p.seq = $4 and current_setting('eventlog.unit', true) = $5
+    where p.consumer = $1 and p.topic = $2 and p.shard = $3 and p.seq = $5::bigint and current_setting('eventlog.unit', true) = $7::text
     returning 1
-)
-select 1 / count(*) from gone`
+), moved as (
+    update public.event_consumer_cursors c set rounds = c.rounds + 1
+    where c.consumer = $1 and c.topic = $2 and c.shard = $3 and exists (select from gone)
+    returning c.rounds
+)` + sqlRecordRound

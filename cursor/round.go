@@ -39,6 +39,9 @@ type RoundConfig struct {
 	// ParkAfter is after how many failed attempts an event is parked. 0 is never: the consumer stands still.
 	ParkAfter int
 
+	// Record is how many of the cursor's last rounds are kept on record. 0 is none.
+	Record int
+
 	// ResumeAge is how old both the next event and the cursor's last move must be for the consumer to go on at the
 	// head instead. 0 is never.
 	ResumeAge time.Duration
@@ -52,6 +55,8 @@ const (
 	Locked Status = iota
 	// Waiting means that the cursor's failure asks for more time before the next attempt.
 	Waiting
+	// Held means that an operator has paused or retired the cursor.
+	Held
 	// CaughtUp means that there is nothing after the cursor.
 	CaughtUp
 	// Ready means that events were read, or numbers that need none handed out.
@@ -77,6 +82,7 @@ type Opening struct {
 	Replay   bool   // the replay of a parked event is asked for
 
 	throughAt *time.Time // when the event Through occurred
+	beside    bool       // of a chained round: something stands beside the cursor that the next round has to look at
 }
 
 // Round is one turn of a cursor, from its lock to its commit or rollback. It is for one goroutine; the
@@ -93,6 +99,7 @@ type Round struct {
 	opening Opening
 	handed  *Unit
 	matched int64 // the last event that was handled
+	handled int   // how many events were
 	items   map[Flusher][]Item
 	owners  []Flusher // in the order of their first item
 	cleared bool
@@ -111,19 +118,30 @@ func NewRound(conn *pgx.Conn, config RoundConfig) *Round {
 	return r
 }
 
-const sqlSettings = `
-select set_config('eventlog.unit', $1, true), set_config('eventlog.log', $3, true),
-    set_config('idle_in_transaction_session_timeout', $2, true),
-    set_config('statement_timeout', $2, true),
-    set_config('tcp_user_timeout', $2, true), set_config('tcp_keepalives_idle', $4, true),
-    set_config('tcp_keepalives_interval', $4, true), set_config('tcp_keepalives_count', '3', true),
-    set_config('DateStyle', 'ISO', true), set_config('bytea_output', 'hex', true),
-    current_setting('search_path'), current_setting('role')`
-
+// The row is locked, and whatever the round needs to know about its beginning is read with it. The flag tells whether
+// something stands beside the cursor that has to be read by itself. What of that was written after this statement's
+// snapshot is found by the next round; what bounds the batch is looked at once more when the batch is read.
 const sqlLock = `
-select c.last_seq from public.event_consumer_cursors c
+select c.last_seq, c.paused_at is not null or c.retired_at is not null,
+    exists (
+        select from public.event_consumer_failures f
+        where f.consumer = c.consumer and f.topic = c.topic and f.shard = c.shard)
+    or exists (
+        select from public.event_consumer_parked p
+        where p.consumer = c.consumer and p.topic = c.topic and p.shard = c.shard and p.replay_at is not null)
+    or coalesce((
+        select l.occurred_at <> c.last_occurred_at
+        from public.event_log l where l.seq = c.last_seq and c.last_seq = c.occurred_seq limit 1), false),
+    current_setting('search_path'), current_setting('role'),
+    set_config('eventlog.unit', $4, true), set_config('eventlog.log', $6, true),
+    set_config('idle_in_transaction_session_timeout', $5, true),
+    set_config('statement_timeout', $5, true),
+    set_config('tcp_user_timeout', $5, true), set_config('tcp_keepalives_idle', $7, true),
+    set_config('tcp_keepalives_interval', $7, true), set_config('tcp_keepalives_count', '3', true),
+    set_config('DateStyle', 'ISO', true), set_config('bytea_output', 'hex', true)
+from public.event_consumer_cursors c
 where c.consumer = $1 and c.topic = $2 and c.shard = $3
-for update skip locked`
+for update of c skip locked`
 
 const sqlExists = `
 select exists (
@@ -137,25 +155,37 @@ from public.event_seq s`
 // Open begins the unit, locks the cursor and reads a batch, in one trip where nothing is amiss. After an
 // error or a Status other than Ready, Parking and Lost the round must be rolled back.
 func (r *Round) Open(ctx context.Context) (*Opening, error) {
-	log, key, o := r.config.Log, r.config.Key, &r.opening
+	log, o := r.config.Log, &r.opening
+	stateSQL, stateArgs := r.state()
+	ask := r.config.ParkAfter > 0 || r.config.ResumeAge > 0
 	var found state
-	locked, err := r.begin(ctx, func(batch *pgx.Batch) {
-		batch.Queue(log.Render(sqlState), key.Consumer, key.Topic, key.Shard, r.config.ResumeAge.Seconds())
+	hold, err := r.begin(ctx, func(batch *pgx.Batch) {
+		if ask {
+			batch.Queue(stateSQL, stateArgs...)
+		}
 		readSQL, readArgs := r.read()
 		batch.Queue(readSQL, readArgs...)
 	}, func(results pgx.BatchResults) (err error) {
-		if found, err = scanState(results.QueryRow()); err != nil {
-			return fmt.Errorf("read state: %w", err)
+		if ask {
+			if found, err = scanState(results.QueryRow()); err != nil {
+				return err
+			}
 		}
 		rows, _ := results.Query()
 		return r.take(rows)
 	})
-	if err != nil {
-		return nil, explainMissingTables(log, err)
+	if err == nil && hold.beside && !hold.held && !ask {
+		found, err = scanState(r.conn.QueryRow(ctx, stateSQL, stateArgs...))
 	}
-	if !locked {
+	switch {
+	case err != nil:
+		return nil, explainMissingTables(log, err)
+	case !hold.locked:
 		o.Status = Locked
 		return o, r.mustExist(ctx)
+	case hold.held:
+		o.Status = Held
+		return o, nil
 	}
 	o.Failure, o.Replay = found.failure, found.replay
 	f := o.Standing()
@@ -177,8 +207,8 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 	if err := r.prove(ctx); err != nil {
 		return nil, err
 	}
-	// The batch's statement looked a moment later than the state's: a failure's record or a mark that came between
-	// the two must not make it longer than what is decided on.
+	// The batch and the state were read by two statements: a failure's record or a mark that came between the two must
+	// not make the batch longer than what is decided on.
 	if o.Status == Ready {
 		switch {
 		case park:
@@ -188,6 +218,8 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 			o.cut(1)
 		case f != nil && f.Seq > 0:
 			o.cutBefore(f.Seq)
+		case f != nil && f.Batch > 0:
+			o.cut(f.Batch)
 		}
 	}
 	r.mark.through = max(r.mark.through, o.Through)
@@ -259,7 +291,7 @@ func (r *Round) skipToHead(ctx context.Context) error {
 
 // begin begins the unit, locks the cursor, and runs what else belongs in the same trip. Without the lock nothing
 // else is read.
-func (r *Round) begin(ctx context.Context, queue func(*pgx.Batch), read func(pgx.BatchResults) error) (locked bool, err error) {
+func (r *Round) begin(ctx context.Context, queue func(*pgx.Batch), read func(pgx.BatchResults) error) (found hold, err error) {
 	batch := &pgx.Batch{}
 	batch.BeginTx(pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
 	r.queueLock(batch)
@@ -268,40 +300,46 @@ func (r *Round) begin(ctx context.Context, queue func(*pgx.Batch), read func(pgx
 	results := r.conn.SendBatch(ctx, batch)
 	defer func() { err = errors.Join(err, results.Close()) }()
 	if r.tx = results.(interface{ Tx() pgx.Tx }).Tx(); r.tx == nil {
-		return false, errors.New("begin unit: no transaction")
+		return hold{}, errors.New("begin unit: no transaction")
 	}
-	if r.opening.Position, locked, err = r.readLock(results); err != nil || !locked {
-		return false, err
+	found, err = r.readLock(results)
+	if r.opening.Position = found.position; err != nil || !found.locked || found.held {
+		return found, err
 	}
-	return true, read(results)
+	return found, read(results)
 }
 
-// queueLock queues, behind a BEGIN, the settings of the unit and the lock on the cursor.
+// queueLock queues, behind a BEGIN, the lock on the cursor and the settings of the unit.
 func (r *Round) queueLock(batch *pgx.Batch) {
 	log, key := r.config.Log, r.config.Key
 	bound := fmt.Sprintf("%dms", r.config.Bound.Milliseconds())
 	// A client that has vanished in the middle of a trip is noticed by nothing else than keepalives.
 	keepalive := fmt.Sprint(max(1, int(r.config.Bound.Seconds()/4)))
-	batch.Queue(sqlSettings, r.config.ID, bound, log.Schema()+"."+log.Name(), keepalive)
-	batch.Queue(log.Render(sqlLock), key.Consumer, key.Topic, key.Shard)
+	batch.Queue(log.Render(sqlLock), key.Consumer, key.Topic, key.Shard, r.config.ID, bound, log.Schema()+"."+log.Name(), keepalive)
+}
+
+// hold is what the lock on a cursor has found.
+type hold struct {
+	locked   bool // by this round
+	position int64
+	held     bool // paused or retired
+	beside   bool // something stands beside the cursor: a failure, the wish for a replay, or a log that was written anew
 }
 
 // readLock reads the results of a BEGIN and of what queueLock has queued.
-func (r *Round) readLock(results pgx.BatchResults) (position int64, locked bool, err error) {
+func (r *Round) readLock(results pgx.BatchResults) (found hold, err error) {
 	if _, err := results.Exec(); err != nil {
-		return 0, false, fmt.Errorf("begin unit: %w", err)
+		return hold{}, fmt.Errorf("begin unit: %w", err)
 	}
-	settings := []any{nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, &r.searchPath, &r.role}
-	if err := results.QueryRow().Scan(settings...); err != nil {
-		return 0, false, fmt.Errorf("set up unit: %w", err)
-	}
-	switch err := results.QueryRow().Scan(&position); {
+	fields := [...]any{&found.position, &found.held, &found.beside, &r.searchPath, &r.role, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil}
+	switch err := results.QueryRow().Scan(fields[:]...); {
 	case errors.Is(err, pgx.ErrNoRows):
-		return 0, false, nil
+		return hold{}, nil
 	case err != nil:
-		return 0, false, fmt.Errorf("lock cursor: %w", err)
+		return hold{}, fmt.Errorf("lock cursor: %w", err)
 	}
-	return position, true, nil
+	found.locked = true
+	return found, nil
 }
 
 // prove decides what may be done with what was read. The short path believes numbers that follow each other
@@ -414,7 +452,7 @@ func (r *Round) End(ctx context.Context, acked bool) error {
 		}
 		r.items[b.owner] = append(r.items[b.owner], Item{Seq: u.event.Seq, Value: b.value})
 	}
-	r.matched = u.event.Seq
+	r.matched, r.handled = u.event.Seq, r.handled+1
 	return nil
 }
 

@@ -1,12 +1,13 @@
 package cursor
 
 import (
+	"fmt"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 )
 
-// state is what stands beside a cursor, read under its lock by a statement of its own.
+// state is what stands beside a cursor, read under its lock by a statement of its own, where there is something.
 type state struct {
 	failure   *Failure
 	mark      *mark
@@ -35,6 +36,12 @@ left join public.event_consumer_failures f on f.consumer = c.consumer and f.topi
 left join public.event_consumer_marks m on m.consumer = c.consumer and m.topic = c.topic and m.shard = c.shard
 where c.consumer = $1 and c.topic = $2 and c.shard = $3`
 
+// state is the statement that reads what stands beside the cursor.
+func (r *Round) state() (string, []any) {
+	key := r.config.Key
+	return r.config.Log.Render(sqlState), []any{key.Consumer, key.Topic, key.Shard, r.config.ResumeAge.Seconds()}
+}
+
 func scanState(row pgx.Row) (state, error) {
 	var s state
 	var f Failure
@@ -48,7 +55,7 @@ func scanState(row pgx.Row) (state, error) {
 	err := row.Scan(&failureThrough, &f.Seq, &f.Batch, &failureAttempts, &errorType, &permanent, &since, &wait,
 		&markThrough, &markBy, &slow, &m.seq, &markDeaths, &s.replay, &s.rewritten, &s.stale)
 	if err != nil {
-		return state{}, err
+		return state{}, fmt.Errorf("read state: %w", err)
 	}
 	if failureThrough != nil {
 		f.Through, f.Attempts, f.ErrorType, f.Permanent, f.Since = *failureThrough, *failureAttempts, *errorType, *permanent, *since

@@ -106,6 +106,11 @@ type RunnerConfig struct {
 	// DisableListen leaves polling alone.
 	DisableListen bool
 
+	// RoundsKept is how many of each cursor's last rounds stay on record: by which instance, in which round and when an
+	// event was handled can be told for as long as that. A row is written in the round's own last trip, over the oldest
+	// one. Negative keeps none. Defaults to 10,000, about 2 MB a cursor.
+	RoundsKept int
+
 	// Instance names this process in what is recorded. Defaults to host, process id and a random part.
 	Instance string
 }
@@ -165,6 +170,8 @@ func (c RunnerConfig) withDefaults(poolSize int) RunnerConfig {
 	setDefault(&c.PollInterval, time.Second)
 	setDefault(&c.StopBudget, 10*time.Second)
 	setDefault(&c.ServerBound, time.Minute)
+	setDefault(&c.RoundsKept, 10_000)
+	c.RoundsKept = max(0, c.RoundsKept)
 	if c.Instance == "" {
 		c.Instance = instanceName()
 	}

@@ -81,7 +81,7 @@ func (w *waker) poll(ctx context.Context) {
 		} else {
 			w.runner.wake(func(k cursor.Key) bool {
 				position, found := look.Positions[k]
-				return !found || position != look.Head || look.Replays[k]
+				return !found || !look.Held[k] && (position != look.Head || look.Replays[k])
 			})
 		}
 		blind = err != nil

@@ -131,6 +131,9 @@ create table public.event_consumer_cursors (
     matched_at       timestamptz,                    -- when it was passed
     moved_at         timestamptz,                    -- when last_seq last changed
     moved_by         text,                           -- the instance that changed it
+    rounds           bigint      not null default 0, -- committed so far
+    paused_at        timestamptz,                    -- no round begins until it is resumed
+    retired_at       timestamptz,                    -- nobody needs it any more: no round begins, nothing is kept for it
     created_at       timestamptz not null default clock_timestamp(),
     primary key (consumer, topic, shard)
 ) with (fillfactor = 50);
@@ -212,6 +215,30 @@ create table public.event_consumer_losses (
     primary key (consumer, topic, shard, first_seq),
     check (last_seq >= first_seq)
 );
+
+-- What rounds have committed: one row a round, written in its unit, so it is there if and only if the effects, the
+-- jobs and the cursor's move are. The rows of a cursor are a ring: the oldest is written over.
+create table public.event_consumer_rounds (
+    consumer     text        not null,
+    topic        text        not null,
+    shard        text        not null,
+    slot         integer     not null,
+    round        text        not null, -- the round's id, which begins with its instance
+    first_seq    bigint      not null,
+    last_seq     bigint      not null,
+    handled      integer     not null, -- events handed out; the others were not the consumer's own
+    committed_at timestamptz not null, -- a moment before the COMMIT
+    committed_by text        not null, -- the instance
+    primary key (consumer, topic, shard, slot)
+) with (fillfactor = 50);
+
+-- How long events are kept. One row, that every process may check its own settings against.
+create table public.event_retention (
+    one  boolean  primary key default true check (one),
+    keep interval not null default '30 days' check (keep > interval '0')
+);
+
+insert into public.event_retention default values;
 
 -- Every change of a cursor that was not a round: its creation, and what operators did.
 create table public.event_consumer_interventions (
