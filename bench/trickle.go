@@ -15,8 +15,8 @@ import (
 )
 
 const (
-	oursOne   = "ours, append, handled, next"
-	loopOne   = "hand-written round, append, handled, next"
+	oursOne   = "ours, from an append to the end of its round"
+	loopOne   = "hand-written round, from an append to the end of its round"
 	oursBatch = "ours, batch 1, behind a backlog"
 	loopBatch = "hand-written round, batch 1, behind a backlog"
 )
@@ -26,42 +26,50 @@ func trickle(ctx context.Context, b *bench) error {
 	n := max(20, b.n/20)
 	type way struct {
 		name string
-		run  func(context.Context, *database, int) error
-		load bool
+		run  func(context.Context, *database, int) error // behind a backlog
+		one  func(context.Context, *database, int) (time.Duration, error)
 	}
 	ways := []way{
-		{oursOne, trickleOurs, false}, {loopOne, trickleLoop, false},
-		{oursBatch, drainOurs(1, subscriber.AllTopics), true}, {loopBatch, drainLoop(1, true), true},
+		{name: oursOne, one: trickleOurs},
+		{name: loopOne, one: trickleLoop},
+		{name: oursBatch, run: drainOurs(1, subscriber.AllTopics)},
+		{name: loopBatch, run: drainLoop(1, true)},
 	}
 	err := inTurns(b.repeat, len(ways), func(i int) error {
 		return b.inDatabase(ctx, func(db *database) error {
-			behind := 0
-			if ways[i].load {
+			way, behind := ways[i], 0
+			if way.run != nil {
 				behind = n
 			}
 			if err := loadLog(ctx, db, behind); err != nil {
 				return err
 			}
-			start, cpu := time.Now(), clientCPU()
-			err := ways[i].run(ctx, db, n)
-			elapsed, cpu := time.Since(start), clientCPU()-cpu
+			var err error
+			start := time.Now()
+			elapsed := time.Duration(0)
+			if way.run != nil {
+				err = way.run(ctx, db, n)
+				elapsed = time.Since(start)
+			} else {
+				elapsed, err = way.one(ctx, db, n)
+			}
 			if err == nil {
 				err = db.checkJobs(ctx, n, true)
 			}
 			if err != nil {
-				b.report.fail(ways[i].name, err)
+				b.report.fail(way.name, err)
 				return ctx.Err()
 			}
-			b.report.add(ways[i].name, "events/s", float64(n)/elapsed.Seconds())
-			b.report.add(ways[i].name+", client CPU", "µs/event", float64(cpu.Microseconds())/float64(n))
-			b.say("%s: %s events/s", ways[i].name, number(float64(n)/elapsed.Seconds()))
+			rate := float64(n) / elapsed.Seconds()
+			b.report.add(way.name, "rounds/s", rate)
+			b.say("%s: %s rounds/s", way.name, number(rate))
 			return nil
 		})
 	})
 	if err != nil {
 		return err
 	}
-	b.report.ratio("ours to the hand-written round, one event at a time", oursOne, loopOne, atLeast(1.7))
+	b.report.ratio("ours to the hand-written round, always caught up", oursOne, loopOne, atLeast(1.7))
 	b.report.ratio("ours to the hand-written round, batch 1 behind a backlog", oursBatch, loopBatch, atLeast(1.7))
 	for range b.repeat {
 		if err := b.inDatabase(ctx, func(db *database) error { return latency(ctx, b, db, max(20, min(n, 1000))) }); err != nil {
@@ -77,19 +85,37 @@ func trickle(ctx context.Context, b *bench) error {
 	return nil
 }
 
-// byOne appends n events, each when the one before was handled.
-func (db *database) byOne(ctx context.Context, n int, handled <-chan struct{}) error {
+// sqlTellPassed tells of every round's COMMIT.
+const sqlTellPassed = `
+create function tell_passed() returns trigger language plpgsql as $$ begin notify passed; return null; end $$;
+create trigger tell_passed after update on event_consumer_cursors for each row execute function tell_passed();
+create trigger tell_passed after update on loop_position for each row execute function tell_passed()`
+
+// byOne appends n events, each when the round of the one before is over, and returns how long all the rounds took: from
+// the append's COMMIT on, the notification included.
+func (db *database) byOne(ctx context.Context, n int) (rounds time.Duration, err error) {
+	conn, err := pgx.Connect(ctx, db.url)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = conn.Close(context.WithoutCancel(ctx)) }()
+	if _, err := conn.Exec(ctx, sqlTellPassed+"; listen passed"); err != nil {
+		return 0, err
+	}
 	for i := 1; i <= n; i++ {
 		if err := appendOne(ctx, db, i); err != nil {
-			return err
+			return 0, err
 		}
-		select {
-		case <-handled:
-		case <-time.After(20 * time.Second):
-			return fmt.Errorf("event %d was not handled in 20 seconds", i)
+		start := time.Now()
+		wait, cancel := context.WithTimeout(ctx, 20*time.Second)
+		_, err := conn.WaitForNotification(wait)
+		cancel()
+		if err != nil {
+			return 0, fmt.Errorf("the end of round %d: %w", i, err)
 		}
+		rounds += time.Since(start)
 	}
-	return nil
+	return rounds, nil
 }
 
 func startTrickle(ctx context.Context, pool *pgxpool.Pool, handled func()) (*ours, error) {
@@ -101,21 +127,21 @@ func startTrickle(ctx context.Context, pool *pgxpool.Pool, handled func()) (*our
 	})
 }
 
-func trickleOurs(ctx context.Context, db *database, n int) error {
+func trickleOurs(ctx context.Context, db *database, n int) (time.Duration, error) {
 	pool, err := db.open(ctx, 4, nil)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	defer pool.Close()
-	handled := make(chan struct{}, 1)
-	o, err := startTrickle(ctx, pool, func() { handled <- struct{}{} })
+	o, err := startTrickle(ctx, pool, func() {})
 	if err != nil {
-		return err
+		return 0, err
 	}
 	if err := listening(ctx, db); err != nil {
-		return errors.Join(err, o.stop())
+		return 0, errors.Join(err, o.stop())
 	}
-	return errors.Join(db.byOne(ctx, n, handled), db.until(ctx, sqlPassed, n), o.stop())
+	rounds, err := db.byOne(ctx, n)
+	return rounds, errors.Join(err, o.stop())
 }
 
 // listening waits for somebody to listen: an append before would wait for the poll.
@@ -123,29 +149,33 @@ func listening(ctx context.Context, db *database) error {
 	return db.until(ctx, `select exists (select from pg_stat_activity where datname = current_database() and state = 'idle' and query ilike 'listen%')`)
 }
 
-func trickleLoop(ctx context.Context, db *database, n int) error {
+func trickleLoop(ctx context.Context, db *database, n int) (time.Duration, error) {
 	pool, err := db.open(ctx, 2, nil)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	defer pool.Close()
 	conn, err := pool.Acquire(ctx)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	defer conn.Release()
 	listener, err := pool.Acquire(ctx)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	defer func() { _ = listener.Hijack().Close(context.WithoutCancel(ctx)) }()
 	if _, err := listener.Exec(ctx, "listen event_log"); err != nil {
-		return err
+		return 0, err
 	}
-	handled := make(chan struct{}, 1)
-	l := &loop{batch: 500, out: make(chan *message.Message), count: func() int64 { handled <- struct{}{}; return 0 }}
+	l := &loop{batch: 500, out: make(chan *message.Message), count: newCounter(0).count}
+	var rounds time.Duration
 	appended := make(chan error, 1)
-	go func() { appended <- db.byOne(ctx, n, handled) }()
+	go func() {
+		var err error
+		rounds, err = db.byOne(ctx, n)
+		appended <- err
+	}()
 	err = l.withRouter(ctx, func() error {
 		for passed := 0; passed < n; {
 			wait, cancel := context.WithTimeout(ctx, 30*time.Second)
@@ -162,7 +192,8 @@ func trickleLoop(ctx context.Context, db *database, n int) error {
 		}
 		return nil
 	})
-	return errors.Join(err, <-appended)
+	err = errors.Join(err, <-appended)
+	return rounds, err
 }
 
 const (

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 // batch is what a round hands out and covers.
@@ -121,7 +122,8 @@ func (o *Opening) set(b batch) {
 func (r *Round) takeBatch(rows pgx.Rows, position int64, limits Limits) (b batch, err error) {
 	defer rows.Close()
 	if r.config.Key.Topic == "" {
-		b, err = takeAll(rows, position, limits)
+		b.events = make([]Event, 0, len(r.opening.Events)) // in a drain the next batch is as long as this one
+		err = b.takeAll(rows, position, limits)
 	} else {
 		b, err = takeOwn(rows)
 	}
@@ -131,16 +133,22 @@ func (r *Round) takeBatch(rows pgx.Rows, position int64, limits Limits) (b batch
 	return b, nil
 }
 
-func takeAll(rows pgx.Rows, position int64, limits Limits) (b batch, err error) {
+func (b *batch) takeAll(rows pgx.Rows, position int64, limits Limits) error {
 	inOrder, bytes := true, int64(0)
+	var topic, metadata pgtype.DriverBytes // not copied
 	for rows.Next() {
 		var e Event
-		var metadata []byte
-		if err := rows.Scan(&e.Seq, &e.OccurredAt, &e.RecordedAt, &e.Topic, &e.Key, &e.UUID, &e.Payload, &metadata); err != nil {
-			return b, &UnreadableError{Seq: e.Seq, Err: err}
+		if err := rows.Scan(&e.Seq, &e.OccurredAt, &e.RecordedAt, &topic, &e.Key, &e.UUID, &e.Payload, &metadata); err != nil {
+			return &UnreadableError{Seq: e.Seq, Err: err}
 		}
+		if n := len(b.events); n > 0 && b.events[n-1].Topic == string(topic) { // mostly, and then it is one string
+			e.Topic = b.events[n-1].Topic
+		} else {
+			e.Topic = string(topic)
+		}
+		var err error
 		if e.Metadata, err = decodeMetadata(metadata); err != nil {
-			return b, &UnreadableError{Seq: e.Seq, Err: err}
+			return &UnreadableError{Seq: e.Seq, Err: err}
 		}
 		inOrder = inOrder && e.Seq == position+1+int64(len(b.events))
 		bytes += int64(len(e.Payload))
@@ -151,7 +159,7 @@ func takeAll(rows pgx.Rows, position int64, limits Limits) (b batch, err error) 
 		b.through, b.throughAt = last.Seq, &last.OccurredAt
 		b.full = n >= limits.Events || bytes >= limits.Bytes || n >= limits.Cover
 	}
-	return b, rows.Err()
+	return rows.Err()
 }
 
 func takeOwn(rows pgx.Rows) (b batch, err error) {

@@ -449,6 +449,7 @@ func (r *Round) End(ctx context.Context, acked bool) error {
 		}
 		if _, known := r.items[b.owner]; !known {
 			r.owners = append(r.owners, b.owner)
+			r.items[b.owner] = make([]Item, 0, len(r.opening.Events)) // most have one for each event
 		}
 		r.items[b.owner] = append(r.items[b.owner], Item{Seq: u.event.Seq, Value: b.value})
 	}

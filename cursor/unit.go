@@ -24,6 +24,7 @@ type Unit struct {
 	left     chan struct{} // made when somebody waits for that
 	failed   error
 	buffered []buffered
+	first    [1]buffered // most units have one
 }
 
 type buffered struct {
@@ -102,6 +103,9 @@ func (u *Unit) Buffer(owner Flusher, value any) error {
 	defer u.mu.Unlock()
 	if u.ended {
 		return ErrUnitEnded
+	}
+	if u.buffered == nil {
+		u.buffered = u.first[:0]
 	}
 	u.buffered = append(u.buffered, buffered{owner, value})
 	return nil
