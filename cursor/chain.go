@@ -50,7 +50,7 @@ func (r *Round) CanChain(through int64) bool {
 //
 // The round must be one that CanChain. It must not be used any more.
 func (r *Round) Chain(ctx context.Context, id string, through int64) *Round {
-	next := &Round{conn: r.conn, config: r.config, tx: r.tx, pending: &pending{done: make(chan struct{})}}
+	next := &Round{conn: r.conn, config: r.config, text: r.text, tx: r.tx, pending: &pending{done: make(chan struct{})}}
 	next.config.ID = id
 	next.session.init(r.conn)
 	next.opening = Opening{Status: Ready, Position: through}

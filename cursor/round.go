@@ -91,6 +91,7 @@ type Round struct {
 	conn             *pgx.Conn
 	config           RoundConfig
 	session          session
+	text             bool   // values are read as text
 	searchPath, role string // of the session: a handler may have changed them for the rest of the unit
 
 	tx      pgx.Tx   // never ended: the round ends its transaction by statements of its own
@@ -113,7 +114,7 @@ type Round struct {
 
 // NewRound prepares a turn on a connection that nobody else uses meanwhile.
 func NewRound(conn *pgx.Conn, config RoundConfig) *Round {
-	r := &Round{conn: conn, config: config}
+	r := &Round{conn: conn, config: config, text: readsText(conn)}
 	r.session.init(conn)
 	return r
 }
@@ -121,7 +122,9 @@ func NewRound(conn *pgx.Conn, config RoundConfig) *Round {
 // The row is locked, and whatever the round needs to know about its beginning is read with it. The flag tells whether
 // something stands beside the cursor that has to be read by itself. What of that was written after this statement's
 // snapshot is found by the next round; what bounds the batch is looked at once more when the batch is read.
-const sqlLock = `
+const sqlLock, sqlLockForText = sqlLockSettings + sqlLockFrom, sqlLockSettings + sqlTextSettings + sqlLockFrom
+
+const sqlLockSettings = `
 select c.last_seq, c.paused_at is not null or c.retired_at is not null,
     exists (
         select from public.event_consumer_failures f
@@ -137,8 +140,12 @@ select c.last_seq, c.paused_at is not null or c.retired_at is not null,
     set_config('idle_in_transaction_session_timeout', $5, true),
     set_config('statement_timeout', $5, true),
     set_config('tcp_user_timeout', $5, true), set_config('tcp_keepalives_idle', $7, true),
-    set_config('tcp_keepalives_interval', $7, true), set_config('tcp_keepalives_count', '3', true),
-    set_config('DateStyle', 'ISO', true), set_config('bytea_output', 'hex', true)
+    set_config('tcp_keepalives_interval', $7, true), set_config('tcp_keepalives_count', '3', true)`
+
+// Where values are read as text, as in some exec modes of pgx, their form is set too.
+const sqlTextSettings = `, set_config('DateStyle', 'ISO', true), set_config('bytea_output', 'hex', true)`
+
+const sqlLockFrom = `
 from public.event_consumer_cursors c
 where c.consumer = $1 and c.topic = $2 and c.shard = $3
 for update of c skip locked`
@@ -315,7 +322,20 @@ func (r *Round) queueLock(batch *pgx.Batch) {
 	bound := fmt.Sprintf("%dms", r.config.Bound.Milliseconds())
 	// A client that has vanished in the middle of a trip is noticed by nothing else than keepalives.
 	keepalive := fmt.Sprint(max(1, int(r.config.Bound.Seconds()/4)))
-	batch.Queue(log.Render(sqlLock), key.Consumer, key.Topic, key.Shard, r.config.ID, bound, log.Schema()+"."+log.Name(), keepalive)
+	sql := sqlLock
+	if r.text {
+		sql = sqlLockForText
+	}
+	batch.Queue(log.Render(sql), key.Consumer, key.Topic, key.Shard, r.config.ID, bound, log.Schema()+"."+log.Name(), keepalive)
+}
+
+// readsText tells whether a connection reads values as text.
+func readsText(conn *pgx.Conn) bool {
+	switch conn.Config().DefaultQueryExecMode {
+	case pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec:
+		return false
+	}
+	return true
 }
 
 // hold is what the lock on a cursor has found.
@@ -331,8 +351,12 @@ func (r *Round) readLock(results pgx.BatchResults) (found hold, err error) {
 	if _, err := results.Exec(); err != nil {
 		return hold{}, fmt.Errorf("begin unit: %w", err)
 	}
-	fields := [...]any{&found.position, &found.held, &found.beside, &r.searchPath, &r.role, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil}
-	switch err := results.QueryRow().Scan(fields[:]...); {
+	fields := make([]any, 13, 15) // the settings' own values are not looked at
+	fields[0], fields[1], fields[2], fields[3], fields[4] = &found.position, &found.held, &found.beside, &r.searchPath, &r.role
+	if r.text {
+		fields = fields[:15]
+	}
+	switch err := results.QueryRow().Scan(fields...); {
 	case errors.Is(err, pgx.ErrNoRows):
 		return hold{}, nil
 	case err != nil:
