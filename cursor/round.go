@@ -39,6 +39,9 @@ type RoundConfig struct {
 	// ParkAfter is after how many failed attempts an event is parked. 0 is never: the consumer stands still.
 	ParkAfter int
 
+	// MayStage lets the unit append staged events to the log that it reads, which take no number in it.
+	MayStage bool
+
 	// Record is how many of the cursor's last rounds are kept on record. 0 is none.
 	Record int
 
@@ -326,7 +329,11 @@ func (r *Round) queueLock(batch *pgx.Batch) {
 	if r.text {
 		sql = sqlLockForText
 	}
-	batch.Queue(log.Render(sql), key.Consumer, key.Topic, key.Shard, r.config.ID, bound, log.Schema()+"."+log.Name(), keepalive)
+	reads := log.Schema() + "." + log.Name()
+	if r.config.MayStage {
+		reads += " staged"
+	}
+	batch.Queue(log.Render(sql), key.Consumer, key.Topic, key.Shard, r.config.ID, bound, reads, keepalive)
 }
 
 // readsText tells whether a connection reads values as text.

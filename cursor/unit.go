@@ -57,6 +57,9 @@ func (u *Unit) Cursor() Key { return u.round.config.Key }
 // Log is the event log that the unit reads.
 func (u *Unit) Log() *Log { return u.round.config.Log }
 
+// MayStage tells whether the unit's consumer may append staged events to the log that it reads.
+func (u *Unit) MayStage() bool { return u.round.config.MayStage }
+
 // Attempt counts the rounds that tried this event, from 1. It is counted per event and not per process, and
 // only while the event keeps failing.
 func (u *Unit) Attempt() int { return u.attempt }

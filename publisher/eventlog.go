@@ -18,6 +18,9 @@ import (
 // protocol it doubles, and PostgreSQL builds no value of 1 GiB.
 const largestPayload = 256 << 20
 
+// maxOnce is what a row of an index holds for sure.
+const maxOnce = 2000
+
 // EventLogConfig is for [NewEventLog].
 type EventLogConfig struct {
 	// Log names the event log. Defaults to the log with the default names.
@@ -28,6 +31,18 @@ type EventLogConfig struct {
 
 	// Key gives an event its key: what it is ordered and sharded by. Defaults to none.
 	Key func(topic string, msg *message.Message) string
+
+	// Staged appends wait for no other writer: an event gets its number a moment after its transaction's commit, from
+	// the sequencer (package sequencer), of which one must be running somewhere. It works at every isolation level, it
+	// can be prepared (PREPARE TRANSACTION), and a rate of plain inserts is what many writers get. The order of staged
+	// events is theirs within one batch of the sequencer; it says nothing about events that are not staged.
+	Staged bool
+
+	// Once makes the append of a message whose UUID was appended before, by a publisher with Once, a no-op: no number
+	// and no NOTIFY. So an append whose outcome is not known, because the connection was lost, can be repeated. The
+	// UUIDs are the log's, whatever the topic, and are remembered as long as their event is retained. Two that append the
+	// same UUID wait for each other.
+	Once bool
 
 	// OccurredAt gives the time of an event on its source's clock; the zero time leaves it to the database. It
 	// is kept to the microsecond. Defaults to the database's clock at the moment of the insert.
@@ -177,7 +192,7 @@ func (p *EventLog) InSQLTx(tx interface {
 }
 
 const sqlAppend = `
-insert into public.event_outbox (occurred_at, topic, key, uuid, payload, metadata) values `
+insert into public.event_outbox (occurred_at, topic, key, uuid, payload, metadata, staged, once) values `
 
 // rowsPerStatement bounds how many different statements there are, as a connection keeps those that it has
 // prepared. Each row is a group of single values, so that every driver can send them.
@@ -186,7 +201,8 @@ const rowsPerStatement = 100
 // Publish appends messages as events, in order. A message that could not be read back as it is (an empty topic,
 // a payload above MaxPayload, metadata or an id that PostgreSQL cannot hold) is a [ValueError], and nothing is
 // sent. A message that carries the context of an event of the same log is refused with
-// [cursor.ErrConsumerAppends]: a handler's append without it is no part of its round, and comes again with it.
+// [cursor.ErrConsumerAppends]: a handler's append without it is no part of its round, and comes again with it. A
+// consumer that may stage (ConsumerConfig.MayStage) can do so with a staged publisher, in its unit (InTx).
 //
 // The first message's context bounds the call: one that was never set has no end.
 func (p *EventLog) Publish(topic string, messages ...*message.Message) error {
@@ -195,7 +211,8 @@ func (p *EventLog) Publish(topic string, messages ...*message.Message) error {
 	}
 	events := make([]event, len(messages))
 	for i, msg := range messages {
-		if unit, ok := cursor.UnitFromContext(msg.Context()); ok && unit.Log().String() == p.config.Log.String() {
+		unit, ok := cursor.UnitFromContext(msg.Context())
+		if ok && unit.Log().String() == p.config.Log.String() && (!p.config.Staged || !unit.MayStage()) {
 			return refused(messages, fmt.Errorf("append to topic %q: %w", topic, cursor.ErrConsumerAppends))
 		}
 		var reason string
@@ -234,6 +251,10 @@ func (p *EventLog) event(topic string, msg *message.Message) (event, string) {
 		return e, "its topic is empty"
 	case topic == cursor.AllTopics:
 		return e, "its topic is what consumers of all topics subscribe to"
+	case p.config.Once && msg.UUID == "":
+		return e, "its UUID is empty, and Once tells events apart by it"
+	case p.config.Once && len(msg.UUID) > maxOnce:
+		return e, fmt.Sprintf("its UUID has %d bytes, and Once keeps at most %d", len(msg.UUID), maxOnce)
 	case n > p.config.MaxPayload:
 		return e, fmt.Sprintf("its payload has %d bytes, the limit is %d: raise MaxPayload", n, p.config.MaxPayload)
 	}
@@ -271,8 +292,8 @@ func (p *EventLog) statement(events []event) statement {
 			text.WriteString(", ")
 		}
 		n := len(args)
-		fmt.Fprintf(&text, "(coalesce($%d::timestamptz, clock_timestamp()), $%d::text, $%d::text, $%d::text, $%d::bytea, $%d::jsonb)",
-			n+1, n+2, n+3, n+4, n+5, n+6)
+		fmt.Fprintf(&text, "(coalesce($%d::timestamptz, clock_timestamp()), $%d::text, $%d::text, $%d::text, $%d::bytea, $%d::jsonb, %t, %t)",
+			n+1, n+2, n+3, n+4, n+5, n+6, p.config.Staged, p.config.Once)
 		args = append(args, e.occurredAt, e.topic, e.key, e.uuid, e.payload, e.metadata)
 	}
 	return statement{text.String(), args}

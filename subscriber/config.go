@@ -62,6 +62,10 @@ type ConsumerConfig struct {
 	// consumer stands still.
 	ParkAfter int
 
+	// MayStage lets handlers append staged events, in their unit, to the log that they read: they take no number in
+	// it. Every other append to that log is refused.
+	MayStage bool
+
 	// ResumeAge makes a consumer that was away for long go on at the head, where the events that wait are of no
 	// use any more: a round that finds both the next event (by its RecordedAt) and the cursor's last move older
 	// than this skips to the head, logs an error and records what it skipped as lost. A cursor that moves is

@@ -23,7 +23,7 @@ func (s *subscription) newRound(conn *pgxpool.Conn) *cursor.Round {
 	return cursor.NewRound(conn.Conn(), cursor.RoundConfig{
 		Log: s.runner.config.Log, Key: s.key, By: s.runner.config.Instance, ID: s.runner.roundID(),
 		Limits: cursor.Limits{Events: s.config.BatchSize, Bytes: s.config.BatchBytes, Cover: s.config.BatchCover},
-		Bound:  s.runner.config.ServerBound, Record: s.runner.config.RoundsKept, ParkAfter: s.config.ParkAfter, ResumeAge: s.config.ResumeAge,
+		Bound:  s.runner.config.ServerBound, Record: s.runner.config.RoundsKept, MayStage: s.config.MayStage, ParkAfter: s.config.ParkAfter, ResumeAge: s.config.ResumeAge,
 		Suspect: s.suspect(), MaxWait: s.config.RetryDelayCap * 5 / 4,
 	})
 }

@@ -12,8 +12,8 @@ create table public.event_seq (
 
 insert into public.event_seq default values;
 
--- Where events are appended: one insert in the transaction of the work that they tell of. At COMMIT a
--- deferred trigger numbers them and moves them to the log, so a committed transaction leaves no row here.
+-- Where events are appended: one insert in the transaction of the work that they tell of. At COMMIT a deferred
+-- trigger numbers them and moves them to the log. What is staged is left here, for a sequencer to number later.
 create table public.event_outbox (
     xid         xid8        not null default pg_current_xact_id(),
     id          bigint      generated always as identity,
@@ -23,6 +23,8 @@ create table public.event_outbox (
     uuid        text        not null default gen_random_uuid()::text,
     payload     bytea       not null default '',
     metadata    jsonb       not null default '{}', -- an object of strings, as consumers read nothing else
+    staged      boolean     not null default false, -- numbered later, so that its transaction waits for no other
+    once        boolean     not null default false, -- a second append of the same uuid is a no-op
     primary key (xid, id),
     check (jsonb_typeof(metadata) = 'object'
         and not jsonb_path_exists(metadata, 'strict $.* ? (@.type() <> "string")'))
@@ -48,6 +50,63 @@ create function public.event_key_hash(key text) returns bigint
 language sql immutable strict parallel safe
 return ('x' || left(encode(sha256(convert_to(key, 'UTF8')), 'hex'), 8))::bit(32)::bigint;
 
+-- The ids of events that were appended once, as long as the event is retained.
+create table public.event_ids (
+    id        text   primary key,
+    outbox_id bigint not null, -- the row that was the first with this id
+    seq       bigint           -- the number that it got
+);
+
+-- Numbers rows of the outbox and moves them to the log. Only functions of the log call it.
+create function public.event_outbox_move(candidates tid[]) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $function$
+declare
+    moved  bigint;
+    single boolean;
+    outbox oid;
+begin
+    select bool_or(o.once), min(o.tableoid) into single, outbox from public.event_outbox o where o.ctid = any (candidates);
+    if single then
+        -- Before the counter, and in order: two that append the same ids wait for each other here, in one direction.
+        insert into public.event_ids (id, outbox_id)
+        select distinct on (o.uuid) o.uuid, o.id from public.event_outbox o
+        where o.ctid = any (candidates) and o.once order by o.uuid, o.id
+        on conflict (id) do nothing;
+        delete from public.event_outbox o using public.event_ids i
+        where o.ctid = any (candidates) and o.once and i.id = o.uuid and i.outbox_id <> o.id;
+        if not exists (select from public.event_outbox o where o.ctid = any (candidates)) then
+            return 0;
+        end if;
+    end if;
+
+    -- Waiters queue here and not on the counter's row: with many writers that is much faster. The key is
+    -- the outbox's oid below a constant of our own.
+    perform pg_advisory_xact_lock((1702259815::bigint << 32) + outbox::bigint);
+    with taken as (
+        delete from public.event_outbox o where o.ctid = any (candidates)
+        returning o.id, o.occurred_at, o.topic, o.key, o.uuid, o.payload, o.metadata, o.once
+    ), counted as (
+        update public.event_seq s set last_seq = s.last_seq + (select count(*) from taken)
+        returning s.last_seq - (select count(*) from taken) as base, clock_timestamp() as moment
+    ), numbered as (
+        insert into public.event_log (seq, occurred_at, recorded_at, topic, key, key_hash, uuid, payload, metadata)
+        select c.base + row_number() over (order by t.id), t.occurred_at, c.moment,
+               t.topic, t.key, public.event_key_hash(t.key), t.uuid, t.payload, t.metadata
+        from taken t cross join counted c
+        returning seq, uuid
+    ), remembered as (
+        update public.event_ids i set seq = n.seq
+        from numbered n join taken t on t.uuid = n.uuid
+        where single and t.once and i.id = n.uuid and i.outbox_id = t.id
+    )
+    select count(*) into moved from numbered;
+
+    perform pg_notify('event_log', '');
+    return moved;
+end
+$function$;
+
 create function public.event_outbox_number() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 -- The outbox is empty whenever it is analyzed; a plan made for that would read all its dead rows. (What such a
@@ -55,10 +114,7 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set jit = off
 as $function$
 declare
-    mine     constant xid8 := pg_current_xact_id();
-    base     bigint;
-    n        bigint;
-    moment   timestamptz;
+    mine constant xid8 := pg_current_xact_id();
 begin
     if new.xid <> mine then
         raise exception 'an outbox row names transaction %, but was written by %', new.xid, mine
@@ -66,45 +122,89 @@ begin
                   hint = 'leave column xid to its default';
     end if;
     -- The trigger of the first row numbers all rows of its transaction; the others find theirs gone.
-    if not exists (select from public.event_outbox o where o.xid = mine and o.id = new.id) then
-        return null;
+    if exists (select from public.event_outbox o where o.xid = mine and o.id = new.id) then
+        perform public.event_outbox_move(array(
+            select o.ctid from public.event_outbox o where o.xid = mine and not o.staged order by o.id));
     end if;
-
-    -- Waiters queue here and not on the counter's row: with many writers that is much faster. The key is
-    -- this table's oid below a constant of our own.
-    perform pg_advisory_xact_lock((1702259815::bigint << 32) + tg_relid::bigint);
-    select count(*) into n from public.event_outbox o where o.xid = mine;
-    update public.event_seq set last_seq = last_seq + n returning last_seq - n into strict base;
-    moment := clock_timestamp();
-
-    with taken as (
-        delete from public.event_outbox o where o.xid = mine
-        returning o.id, o.occurred_at, o.topic, o.key, o.uuid, o.payload, o.metadata
-    )
-    insert into public.event_log (seq, occurred_at, recorded_at, topic, key, key_hash, uuid, payload, metadata)
-    select base + row_number() over (order by t.id), t.occurred_at, moment,
-           t.topic, t.key, public.event_key_hash(t.key), t.uuid, t.payload, t.metadata
-    from taken t;
-
-    perform pg_notify('event_log', '');
     return null;
 end
 $function$;
 
--- It runs with its owner's rights, so nobody else may hang it on a table of his own.
-revoke execute on function public.event_outbox_number() from public;
-
 create constraint trigger event_outbox_number after insert on public.event_outbox
     deferrable initially deferred
-    for each row execute function public.event_outbox_number();
+    for each row when (not new.staged) execute function public.event_outbox_number();
+
+-- Numbers what was staged and has been committed, at most so many events, in the order in which they were staged. It
+-- looks only at what an earlier snapshot did not show, so that it does not read its own dead rows again: of the
+-- transactions that were finished then nothing can come any more. Null looks at everything. Where there were more, the
+-- next call goes on behind the last row with the same earlier snapshot.
+--
+-- One at a time: while another one is at it, no row is returned. Where there is nothing to do nothing is locked.
+create table public.event_sequencer (
+    one boolean primary key default true check (one)
+);
+
+insert into public.event_sequencer default values;
+
+create function public.event_outbox_sequence(since pg_snapshot, behind_xid xid8, behind_id bigint, most integer)
+returns table (seen pg_snapshot, taken integer, last_xid xid8, last_id bigint, numbered bigint)
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set jit = off
+as $function$
+declare
+    finished   constant xid8 := coalesce(pg_snapshot_xmax(since), '0');
+    running    constant xid8[] := coalesce(array(select pg_snapshot_xip(since)), '{}');
+    candidates tid[];
+    xids       xid8[];
+    ids        bigint[];
+begin
+    for attempt in 1 .. 2 loop
+        select pg_current_snapshot(), coalesce(array_agg(t.ctid order by t.xid, t.id), '{}'),
+            coalesce(array_agg(t.xid order by t.xid, t.id), '{}'), coalesce(array_agg(t.id order by t.xid, t.id), '{}')
+        into seen, candidates, xids, ids
+        from (
+            (select o.ctid, o.xid, o.id from public.event_outbox o
+            where o.staged and o.xid = any (running) and (o.xid, o.id) > (behind_xid, behind_id)
+            order by o.xid, o.id limit most)
+            union all
+            (select o.ctid, o.xid, o.id from public.event_outbox o
+            where o.staged and o.xid >= finished and (o.xid, o.id) > (behind_xid, behind_id)
+            order by o.xid, o.id limit most)
+            order by xid, id limit most
+        ) t;
+        taken := cardinality(candidates);
+        exit when taken = 0 or attempt = 2;
+        -- What another one is moving is looked at again once the lock is held.
+        perform from public.event_sequencer q for update skip locked;
+        if not found then
+            return;
+        end if;
+    end loop;
+    last_xid := xids[taken];
+    last_id := ids[taken];
+    numbered := 0;
+    if taken > 0 then
+        numbered := public.event_outbox_move(candidates);
+    end if;
+    return next;
+end
+$function$;
+
+-- They run with their owner's rights.
+revoke execute on function public.event_outbox_move(tid[]) from public;
+revoke execute on function public.event_outbox_number() from public;
+revoke execute on function public.event_outbox_sequence(pg_snapshot, xid8, bigint, integer) from public;
 
 -- A consumer may not append to the log that it reads: its own unit would wait for the counter and hold it
 -- until its round ends. The round says by a setting which log it reads.
 create function public.event_refuse_append() returns trigger
 language plpgsql
 as $function$
+declare
+    reads constant text := current_setting('eventlog.log', true);
+    mine  constant text := tg_table_schema || '.' || regexp_replace(tg_table_name, '_[a-z]+$', '');
 begin
-    if current_setting('eventlog.log', true) = tg_table_schema || '.' || regexp_replace(tg_table_name, '_[a-z]+$', '') then
+    if reads = mine or reads = mine || ' staged' and tg_argv[0] = 'log' then
         raise exception 'a consumer may not append to the log that it reads (%.%)', tg_table_schema, tg_table_name
             using errcode = 'EL001',
                   hint = 'publish a job from the handler, and append to the log in the handler of the job';
@@ -114,10 +214,10 @@ end
 $function$;
 
 create trigger event_refuse_append before insert on public.event_outbox
-    for each statement execute function public.event_refuse_append();
+    for each statement execute function public.event_refuse_append('outbox');
 
 create trigger event_refuse_append before insert on public.event_log
-    for each statement execute function public.event_refuse_append();
+    for each statement execute function public.event_refuse_append('log');
 
 -- A cursor: how far one consumer has got with one topic ('' = all topics) of one shard ('' = unsharded).
 create table public.event_consumer_cursors (
