@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/watermill-eventlog/watermill-eventlog/publisher"
+	"github.com/watermill-eventlog/watermill-eventlog/sequencer"
 )
 
 const sqlPlain = "insert into plain (topic, uuid, payload, metadata) values ($1, $2, $3, $4)"
@@ -49,24 +50,28 @@ func appending(ctx context.Context, b *bench) error {
 	}
 	type appender func(ctx context.Context, pool *pgxpool.Pool, id int64) error
 	ways := []struct {
-		name string
-		do   func(*publisher.EventLog) appender
-		ours bool
+		name   string
+		do     func(*publisher.EventLog) appender
+		ours   bool
+		staged bool
 	}{
 		{"ours", func(events *publisher.EventLog) appender {
 			return func(_ context.Context, _ *pgxpool.Pool, id int64) error { return events.Publish(eventTopic, event(id)) }
-		}, true},
+		}, true, false},
+		{"ours, staged", func(events *publisher.EventLog) appender {
+			return func(_ context.Context, _ *pgxpool.Pool, id int64) error { return events.Publish(eventTopic, event(id)) }
+		}, true, true},
 		{"ours, in the caller's transaction", func(events *publisher.EventLog) appender {
 			return func(ctx context.Context, pool *pgxpool.Pool, id int64) error {
 				return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { return events.InTx(tx).Publish(eventTopic, event(id)) })
 			}
-		}, true},
+		}, true, false},
 		{"plain insert with a serial id", func(*publisher.EventLog) appender {
 			return func(ctx context.Context, pool *pgxpool.Pool, id int64) error {
 				_, err := pool.Exec(ctx, sqlPlain, appended(id)...)
 				return err
 			}
-		}, false},
+		}, false, false},
 		{"plain insert in the caller's transaction", func(*publisher.EventLog) appender {
 			return func(ctx context.Context, pool *pgxpool.Pool, id int64) error {
 				return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
@@ -74,7 +79,7 @@ func appending(ctx context.Context, b *bench) error {
 					return err
 				})
 			}
-		}, false},
+		}, false, false},
 		{"plain insert and NOTIFY", func(*publisher.EventLog) appender {
 			return func(ctx context.Context, pool *pgxpool.Pool, id int64) error {
 				batch := &pgx.Batch{} // one transaction, one trip
@@ -82,7 +87,7 @@ func appending(ctx context.Context, b *bench) error {
 				batch.Queue("select pg_notify('plain', '')")
 				return pool.SendBatch(ctx, batch).Close()
 			}
-		}, false},
+		}, false, false},
 	}
 	length := time.Duration(b.either(400, 2000)) * time.Millisecond
 	if b.n < 10_000 {
@@ -102,19 +107,33 @@ func appending(ctx context.Context, b *bench) error {
 					return err
 				}
 				defer pool.Close()
-				events, err := publisher.NewEventLog(pool, publisher.EventLogConfig{})
-				if err != nil {
-					return err
-				}
 				for _, w := range ways {
-					if _, err := db.Exec(ctx, "truncate plain, event_log, event_outbox; update event_seq set last_seq = 0"); err != nil {
-						return err
-					}
-					n, rate, err := write(ctx, pool, writers, length, w.do(events))
+					events, err := publisher.NewEventLog(pool, publisher.EventLogConfig{Staged: w.staged})
 					if err != nil {
 						return err
 					}
+					if _, err := db.Exec(ctx, "truncate plain, event_log, event_outbox; update event_seq set last_seq = 0"); err != nil {
+						return err
+					}
 					way := name(w.name, writers)
+					var n int64
+					var rate float64
+					measure := func() (err error) {
+						n, rate, err = write(ctx, pool, writers, length, w.do(events))
+						return err
+					}
+					if w.staged {
+						left := 0.0
+						left, err = db.sequenced(ctx, measure)
+						if rate > 0 {
+							b.report.add(way+", left to number at the end", "s of appends", left/rate)
+						}
+					} else {
+						err = measure()
+					}
+					if err != nil {
+						return err
+					}
 					if err := db.checkAppended(ctx, n, w.ours); err != nil {
 						b.report.fail(way, err)
 						continue
@@ -131,12 +150,48 @@ func appending(ctx context.Context, b *bench) error {
 		}
 	}
 	for _, writers := range counts {
-		b.report.ratio("ours to a plain insert, "+strconv.Itoa(writers)+" writers", name(ways[0].name, writers), name(ways[2].name, writers), target{})
+		b.report.ratio("ours to a plain insert, "+strconv.Itoa(writers)+" writers", name(ways[0].name, writers), name(ways[3].name, writers), target{})
+		b.report.ratio("ours, staged, to a plain insert, "+strconv.Itoa(writers)+" writers", name(ways[1].name, writers), name(ways[3].name, writers),
+			stagedTarget(writers))
 		b.report.ratio("ours to a plain insert, in the caller's transaction, "+strconv.Itoa(writers)+" writers",
-			name(ways[1].name, writers), name(ways[3].name, writers), target{})
-		b.report.ratio("ours to a plain insert and NOTIFY, "+strconv.Itoa(writers)+" writers", name(ways[0].name, writers), name(ways[4].name, writers), target{})
+			name(ways[2].name, writers), name(ways[4].name, writers), target{})
+		b.report.ratio("ours to a plain insert and NOTIFY, "+strconv.Itoa(writers)+" writers", name(ways[0].name, writers), name(ways[5].name, writers), target{})
 	}
 	return nil
+}
+
+func stagedTarget(writers int) target {
+	if writers == 64 {
+		return atLeast(0.7)
+	}
+	return target{}
+}
+
+// sequenced runs do beside a sequencer, and returns how much that had left to number then. At the end nothing is left.
+func (db *database) sequenced(ctx context.Context, do func() error) (left float64, err error) {
+	pool, err := db.open(ctx, 1, nil)
+	if err != nil {
+		return 0, err
+	}
+	defer pool.Close()
+	numbering, err := sequencer.New(pool, sequencer.Config{}, nil)
+	if err != nil {
+		return 0, err
+	}
+	running, stop := context.WithCancel(ctx)
+	ended := make(chan error, 1)
+	go func() { ended <- numbering.Run(running) }()
+	err = do()
+	err = errors.Join(err, db.QueryRow(ctx, "select count(*)::float8 from event_outbox").Scan(&left))
+	stop()
+	err = errors.Join(err, <-ended)
+	if err == nil {
+		err = db.until(ctx, "select not exists (select from pg_stat_activity where query ilike '%event_outbox_sequence%' and state = 'active' and pid <> pg_backend_pid())")
+	}
+	if err == nil {
+		_, err = numbering.Once(ctx)
+	}
+	return left, err
 }
 
 // write lets writers append for a while, and returns how many events they did, and the rate.
