@@ -44,11 +44,10 @@ func (m *handlerMeter) start() time.Time {
 }
 
 // record tells how a handler that started then has ended.
-func (m *handlerMeter) record(unit *cursor.Unit, started time.Time, failed error) {
+func (m *handlerMeter) record(key handlerKey, started time.Time, failed error) {
 	if started.IsZero() {
 		return
 	}
-	key := handlerKey{unit.Log(), unit.Cursor()}
 	took := time.Since(started).Seconds()
 	if failed != nil {
 		m.duration.Record(context.Background(), took,

@@ -103,7 +103,7 @@ func capture(
 				produced, err = nil, quiet(failed)
 			}
 		}
-		meter.record(unit, started, failed)
+		meter.record(handlerKey{unit.Log(), unit.Cursor()}, started, failed)
 		unit.Leave(failed)
 		if !returned {
 			msg.Nack() // the router never hears of this message again
