@@ -65,8 +65,7 @@ func (t tracing) handle(msg *message.Message, h message.HandlerFunc) (produced [
 	defer func() {
 		switch {
 		case !returned:
-			span.SetAttributes(attribute.String("error.type", errExited.(*ExitError).ErrorType()))
-			span.SetStatus(codes.Error, errExited.Error())
+			fail(span, errExited) // or a panic, which is not ours to look at
 		case err != nil:
 			fail(span, err)
 		}

@@ -93,19 +93,20 @@ func TestExhaustedPoolReportsNothing(t *testing.T) {
 func TestReadWithoutTheRightToReportsNothing(t *testing.T) {
 	t.Parallel()
 	db, keys := newXYZ(t)
-	db.Exec(t, `do $$ begin create role eventlog_gauges; exception when duplicate_object or unique_violation then null; end $$`)
+	role := db.Name() + "_gauges" // roles are the whole server's
+	db.Exec(t, "create role "+role)
 	db.Exec(t, `grant select on event_log, event_seq, event_consumer_cursors, event_consumer_failures, event_consumer_parked,
-		event_consumer_losses to eventlog_gauges`)
-	t.Cleanup(func() { db.Exec(t, "drop owned by eventlog_gauges") })
-	pool := db.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["role"] = "eventlog_gauges" })
+		event_consumer_losses to `+role)
+	t.Cleanup(func() { db.Exec(t, "drop owned by "+role+"; drop role "+role) })
+	pool := db.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["role"] = role })
 	m := newMeters()
 	addOther(t, m)
 	register(t, m, telemetry.GaugesConfig{DB: pool, Keys: keys, Timeout: bound})
 	requireXYZ(t, m.collect(t)) // these rights are enough
-	db.Exec(t, "revoke select on event_log from eventlog_gauges")
+	db.Exec(t, "revoke select on event_log from "+role)
 	requireUnknown(t, m, 1)
 	require.True(t, handled.find("SQLSTATE 42501"))
-	db.Exec(t, "grant select on event_log to eventlog_gauges")
+	db.Exec(t, "grant select on event_log to "+role)
 	requireXYZ(t, m.collect(t))
 }
 

@@ -127,7 +127,7 @@ type registeredKey struct {
 func reserve(config GaugesConfig) (release func(), err error) {
 	var provider any = config.MeterProvider
 	switch {
-	case !reflect.TypeOf(provider).Comparable():
+	case !reflect.ValueOf(provider).Comparable():
 		provider = new(byte) // two of these cannot be told to be the same
 	case provider == otel.GetMeterProvider():
 		provider = nil // also before and after the global provider is set

@@ -6,6 +6,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
@@ -49,6 +51,21 @@ func TestGaugesTellBehindFromHeadAndFromUnknown(t *testing.T) {
 	require.Equal(t, map[string]float64{"x@orders": 0, "y@orders": 0}, p["eventlog.consumer.parked"])
 	require.Equal(t, map[string]float64{"x@orders": 0, "y@orders": 0}, p["eventlog.consumer.lost"])
 	require.Equal(t, map[string]float64{"": 0}, p[failures])
+}
+
+func TestGaugesAreReadInEveryExecMode(t *testing.T) {
+	t.Parallel()
+	db, keys := newXYZ(t)
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec,
+		pgx.QueryExecModeSimpleProtocol,
+	} {
+		m := newMeters()
+		register(t, m, telemetry.GaugesConfig{
+			DB: db.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = mode }), Keys: keys, Timeout: time.Minute,
+		})
+		requireXYZ(t, m.collect(t))
+	}
 }
 
 func TestEachProblemHasItsReason(t *testing.T) {

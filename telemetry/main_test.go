@@ -82,7 +82,7 @@ func toPoints(t testing.TB, all metricdata.ResourceMetrics) points {
 			add := func(set attribute.Set, value float64) {
 				var values []string
 				for _, kv := range set.ToSlice() {
-					values = append(values, kv.Value.Emit())
+					values = append(values, kv.Value.String())
 				}
 				name := strings.Join(values, " ")
 				require.NotContains(t, byAttributes, name)
