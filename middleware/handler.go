@@ -35,20 +35,29 @@ func newHandlerMeter(provider metric.MeterProvider) (*handlerMeter, error) {
 	return &handlerMeter{duration: duration, good: map[handlerKey][]metric.RecordOption{}}, nil
 }
 
-// start is the zero time where nobody wants to know.
-func (m *handlerMeter) start() time.Time {
+// moment is a point in time in one word, since epoch; 0 is none.
+type moment time.Duration
+
+var epoch = time.Now()
+
+// start is none where nobody wants to know.
+func (m *handlerMeter) start() moment {
 	if m == nil || !m.duration.Enabled(context.Background()) {
-		return time.Time{}
+		return 0
 	}
-	return time.Now()
+	return moment(time.Since(epoch))
+}
+
+// recordUnit is record, kept out of capture's frame.
+//
+//go:noinline
+func (m *handlerMeter) recordUnit(unit *cursor.Unit, started moment, failed error) {
+	m.record(handlerKey{unit.Log(), unit.Cursor()}, started, failed)
 }
 
 // record tells how a handler that started then has ended.
-func (m *handlerMeter) record(key handlerKey, started time.Time, failed error) {
-	if started.IsZero() {
-		return
-	}
-	took := time.Since(started).Seconds()
+func (m *handlerMeter) record(key handlerKey, started moment, failed error) {
+	took := (time.Since(epoch) - time.Duration(started)).Seconds()
 	if failed != nil {
 		m.duration.Record(context.Background(), took,
 			metric.WithAttributes(append(consumerAttributes(key), attribute.String("error.type", cursor.ErrorType(failed)))...))

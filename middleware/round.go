@@ -103,7 +103,9 @@ func capture(
 				produced, err = nil, quiet(failed)
 			}
 		}
-		meter.record(handlerKey{unit.Log(), unit.Cursor()}, started, failed)
+		if started != 0 {
+			meter.recordUnit(unit, started, failed)
+		}
 		unit.Leave(failed)
 		if !returned {
 			msg.Nack() // the router never hears of this message again

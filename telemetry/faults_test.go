@@ -101,7 +101,7 @@ func TestReadWithoutTheRightToReportsNothing(t *testing.T) {
 	pool := db.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["role"] = role })
 	m := newMeters()
 	addOther(t, m)
-	register(t, m, telemetry.GaugesConfig{DB: pool, Keys: keys, Timeout: bound})
+	register(t, m, telemetry.GaugesConfig{DB: pool, Keys: keys})
 	requireXYZ(t, m.collect(t)) // these rights are enough
 	db.Exec(t, "revoke select on event_log from "+role)
 	requireUnknown(t, m, 1)
@@ -115,7 +115,7 @@ func TestEmptyCounterReportsNothing(t *testing.T) {
 	db, keys := newXYZ(t)
 	m := newMeters()
 	addOther(t, m)
-	register(t, m, telemetry.GaugesConfig{DB: db.Pool(t), Keys: keys, Timeout: bound})
+	register(t, m, telemetry.GaugesConfig{DB: db.Pool(t), Keys: keys})
 	db.Exec(t, "delete from event_seq")
 	requireUnknown(t, m, 1)
 	require.True(t, handled.find("has no row"))
@@ -179,6 +179,17 @@ func (s stuck) Query(ctx context.Context, _ string, _ ...any) (pgx.Rows, error) 
 	s.asked <- struct{}{}
 	<-ctx.Done()
 	return nil, ctx.Err()
+}
+
+func TestScrapeIsBoundedByDefault(t *testing.T) {
+	t.Parallel()
+	m := newMeters()
+	unregister, err := telemetry.RegisterGauges(telemetry.GaugesConfig{
+		DB: stuck{make(chan struct{}, 1)}, Keys: []cursor.Key{key("x")}, MeterProvider: m,
+	})
+	require.NoError(t, err)
+	require.Equal(t, points{failures: {"": 1}}, m.collect(t))
+	require.NoError(t, unregister())
 }
 
 func TestScrapeEndsWithItsOwnContext(t *testing.T) {

@@ -62,7 +62,7 @@ func TestGaugesAreReadInEveryExecMode(t *testing.T) {
 	} {
 		m := newMeters()
 		register(t, m, telemetry.GaugesConfig{
-			DB: db.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = mode }), Keys: keys, Timeout: time.Minute,
+			DB: db.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = mode }), Keys: keys,
 		})
 		requireXYZ(t, m.collect(t))
 	}
@@ -184,7 +184,7 @@ func TestLagAndAgeAreOfOneMoment(t *testing.T) {
 	appendAgo(t, db, 1, 2*time.Hour)
 	db.Exec(t, `update event_consumer_cursors set last_seq = 1, occurred_seq = 1, last_occurred_at = (select occurred_at from event_log where seq = 1)`)
 	m := newMeters()
-	register(t, m, telemetry.GaugesConfig{DB: db.Pool(t), Timeout: time.Minute, Keys: []cursor.Key{key("x")}})
+	register(t, m, telemetry.GaugesConfig{DB: db.Pool(t), Keys: []cursor.Key{key("x")}})
 
 	ctx, cancel := context.WithCancel(t.Context())
 	appending, moving := db.Conn(t), db.Conn(t)

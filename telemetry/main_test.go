@@ -151,6 +151,9 @@ func counted(s *statements) func(*pgxpool.Config) {
 func register(t testing.TB, m meters, config telemetry.GaugesConfig) func() error {
 	t.Helper()
 	config.MeterProvider = m
+	if config.Timeout == 0 {
+		config.Timeout = time.Minute // the machine may be under load
+	}
 	unregister, err := telemetry.RegisterGauges(config)
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = unregister() })

@@ -55,7 +55,7 @@ func TestScrapeIsOneStatementThatReadsNoPartitionWhole(t *testing.T) {
 	var sent statements
 	pool, m := db.Pool(t, counted(&sent)), newMeters()
 	for _, n := range []int{1, 10, manyConsumers} {
-		unregister := register(t, m, telemetry.GaugesConfig{DB: pool, Keys: keys[len(keys)-n:], Timeout: time.Minute})
+		unregister := register(t, m, telemetry.GaugesConfig{DB: pool, Keys: keys[len(keys)-n:]})
 		for range 8 { // also with the plan that the server makes for any number of them
 			sent.take()
 			start := time.Now()
@@ -77,7 +77,7 @@ func TestScrapeIsOneStatementThatReadsNoPartitionWhole(t *testing.T) {
 	// The statement as it was sent, explained.
 	m.collect(t)
 	sent.take()
-	unregister := register(t, m, telemetry.GaugesConfig{DB: pool, Keys: keys, Timeout: time.Minute})
+	unregister := register(t, m, telemetry.GaugesConfig{DB: pool, Keys: keys})
 	m.collect(t)
 	statement := sent.take()[0]
 	require.NoError(t, unregister())
@@ -131,7 +131,7 @@ func (p plan) walk(visit func(plan)) {
 func BenchmarkScrape(b *testing.B) {
 	db, keys := newLarge(b)
 	m := newMeters()
-	register(b, m, telemetry.GaugesConfig{DB: db.Pool(b), Keys: keys, Timeout: time.Minute})
+	register(b, m, telemetry.GaugesConfig{DB: db.Pool(b), Keys: keys})
 	m.collect(b)
 	for b.Loop() {
 		m.collect(b)
