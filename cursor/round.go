@@ -502,6 +502,14 @@ func (r *Round) ClearPassed(ctx context.Context) (*Failure, error) {
 	return f, nil
 }
 
+// Buffered is how many values, such as jobs, were buffered in the units of the events that were handled.
+func (r *Round) Buffered() (n int) {
+	for _, items := range r.items {
+		n += len(items)
+	}
+	return n
+}
+
 // Recovered is the failure that a committed round has passed, or nil.
 func (r *Round) Recovered() *Failure {
 	if r.cleared {

@@ -10,17 +10,51 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
+	"go.opentelemetry.io/otel"
+	"go.opentelemetry.io/otel/metric"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
 
-// Round is [Capture], [Recover] and [Carry] in their order.
+const scope = "github.com/watermill-eventlog/watermill-eventlog/middleware"
+
+// RoundConfig is for [NewRound].
+type RoundConfig struct {
+	// Logger gets a line at debug level for each failed attempt, as the consumer's own log has one error line where a
+	// failure begins and one info line where it ends. Defaults to none.
+	Logger watermill.LoggerAdapter
+
+	// MeterProvider is what handlers are measured by: eventlog.handler.duration, with the middlewares inside this one.
+	// Defaults to OpenTelemetry's global one; while that exports nothing, nothing is measured.
+	MeterProvider metric.MeterProvider
+}
+
+// Round is [Capture], [Recover] and [Carry] in their order, and measures the handlers.
 //
 //	router.AddMiddleware(middleware.Round(logger)) // before every other middleware
 //
-// A nil logger logs nothing; each failed attempt is one line at debug level, as the consumer's own log has one
-// error line where a failure begins and one info line where it ends.
+// It is [NewRound] with the defaults. A nil logger logs nothing.
 func Round(logger watermill.LoggerAdapter) message.HandlerMiddleware {
+	meter, err := newHandlerMeter(otel.GetMeterProvider())
+	if err != nil {
+		otel.Handle(err) // a round does not depend on being measured
+	}
+	return round(logger, meter)
+}
+
+// NewRound is [Round] by a configuration. It fails only where the meter provider does.
+func NewRound(config RoundConfig) (message.HandlerMiddleware, error) {
+	if config.MeterProvider == nil {
+		config.MeterProvider = otel.GetMeterProvider()
+	}
+	meter, err := newHandlerMeter(config.MeterProvider)
+	if err != nil {
+		return nil, err
+	}
+	return round(config.Logger, meter), nil
+}
+
+func round(logger watermill.LoggerAdapter, meter *handlerMeter) message.HandlerMiddleware {
 	if logger == nil {
 		logger = watermill.NopLogger{}
 	}
@@ -30,7 +64,7 @@ func Round(logger watermill.LoggerAdapter) message.HandlerMiddleware {
 			if !ok {
 				return h(msg)
 			}
-			return capture(logger, unit, msg, h, true)
+			return capture(logger, meter, unit, msg, h, true)
 		}
 	}
 }
@@ -45,18 +79,21 @@ func Capture(logger watermill.LoggerAdapter) message.HandlerMiddleware {
 			if !ok {
 				return h(msg)
 			}
-			return capture(logger, unit, msg, h, false)
+			return capture(logger, nil, unit, msg, h, false)
 		}
 	}
 }
 
 // capture is Capture and, when all is asked for, Recover and Carry: in one function, because the router handles each
 // message in a new goroutine, whose stack is small.
-func capture(logger watermill.LoggerAdapter, unit *cursor.Unit, msg *message.Message, h message.HandlerFunc, all bool) (produced []*message.Message, err error) {
+func capture(
+	logger watermill.LoggerAdapter, meter *handlerMeter, unit *cursor.Unit, msg *message.Message, h message.HandlerFunc, all bool,
+) (produced []*message.Message, err error) {
 	if err := unit.Enter(); err != nil {
 		unit.Fail(err)
 		return nil, quiet(err)
 	}
+	started := meter.start()
 	failed, returned := errExited, false
 	defer func() {
 		if !returned && all {
@@ -65,6 +102,9 @@ func capture(logger watermill.LoggerAdapter, unit *cursor.Unit, msg *message.Mes
 				logFailed(logger, unit, failed)
 				produced, err = nil, quiet(failed)
 			}
+		}
+		if started != 0 {
+			meter.recordUnit(unit, started, failed)
 		}
 		unit.Leave(failed)
 		if !returned {

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"go.opentelemetry.io/otel"
+	"go.opentelemetry.io/otel/metric"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
@@ -117,6 +119,10 @@ type RunnerConfig struct {
 
 	// Instance names this process in what is recorded. Defaults to host, process id and a random part.
 	Instance string
+
+	// MeterProvider is what rounds are counted by; docs/telemetry.md lists the instruments. Defaults to
+	// OpenTelemetry's global one.
+	MeterProvider metric.MeterProvider
 }
 
 // ErrNoMiddleware is reported when a router handled a message that had not passed middleware.Round.
@@ -178,6 +184,9 @@ func (c RunnerConfig) withDefaults(poolSize int) RunnerConfig {
 	c.RoundsKept = max(0, c.RoundsKept)
 	if c.Instance == "" {
 		c.Instance = instanceName()
+	}
+	if c.MeterProvider == nil {
+		c.MeterProvider = otel.GetMeterProvider()
 	}
 	consumers := make([]ConsumerConfig, len(c.Consumers))
 	for i := range c.Consumers {

@@ -56,6 +56,7 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 	r := s.newRound(conn)
 	// Also when something panics: whatever is still open is rolled back, or its connection closed.
 	defer func() { s.release(r, conn) }()
+	s.meter.begin()
 
 	opening, err := within(s, r.Open)
 	if err != nil {
@@ -63,15 +64,22 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 		return failedAt(err, span{seq: seqOf(err)}), nil
 	}
 	switch opening.Status {
-	case cursor.Locked, cursor.Held:
+	case cursor.Locked:
 		s.end(r.Rollback)
+		s.meter.locked()
+		return outcome{}, nil
+	case cursor.Held:
+		s.end(r.Rollback)
+		s.meter.idle()
 		return outcome{}, nil
 	case cursor.Waiting:
 		s.end(r.Rollback)
+		s.meter.idle()
 		// It looks again at every poll: an operator may have mended it.
 		return outcome{next: next{wait: min(opening.Wait, s.runner.config.PollInterval)}, replay: opening.Replay}, nil
 	case cursor.CaughtUp:
 		s.end(r.Rollback)
+		s.meter.idle()
 		s.recovered(s.clearPassed(r))
 		return outcome{replay: opening.Replay}, nil
 	case cursor.Lost, cursor.Parking:
@@ -79,6 +87,7 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 	}
 	if len(opening.Events) == 0 && !opening.Full && opening.Standing() == nil && s.standing == nil && !s.mayCover() {
 		s.end(r.Rollback)
+		s.meter.idle()
 		return outcome{replay: opening.Replay}, nil
 	}
 	if s.config.ParkAfter > 0 && len(opening.Events) > 0 {
@@ -89,14 +98,20 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 	}
 
 	var before span // what the commit that is under way covers
-	for {
+	var counted tally
+	for chained := false; ; chained = true {
 		through, handed, err := s.handOut(r)
-		if committed, begun := r.Await(); committed != nil || begun != nil {
+		committed, begun := r.Await()
+		if chained && committed == nil {
+			s.meter.commit(counted)
+		}
+		if committed != nil || begun != nil {
 			s.end(r.Rollback)
 			switch {
 			case committed != nil:
 				return failedAt(committed, before), nil
 			case errors.Is(begun, cursor.ErrLockLost):
+				s.meter.locked()
 				return outcome{}, nil
 			}
 			return failedAt(begun, span{seq: seqOf(begun)}), nil
@@ -108,6 +123,7 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 			return outcome{}, nil
 		case errors.Is(err, ErrNoMiddleware):
 			s.giveUp(r)
+			s.meter.fail(err)
 			return outcome{}, err
 		case err != nil:
 			s.end(r.Rollback)
@@ -115,6 +131,9 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 			return outcome{failed: &failure{err: err, span: span{seq: at, through: at}, behind: at > opening.Position+1}}, nil
 		case through == opening.Position: // the stop came first, or what lies ahead has to be looked at anew
 			s.giveUp(r)
+			if !s.stopped() {
+				s.meter.idle()
+			}
 			return outcome{next: next{again: !s.stopped()}}, nil
 		case !s.mayChain(r, through):
 			return s.commit(r, opening, through, handed), nil
@@ -122,7 +141,8 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 		if handed == 0 {
 			s.coveredAt = time.Now()
 		}
-		before = commitSpan(opening, handed)
+		before, counted = commitSpan(opening, handed), s.meter.tally(r, handed)
+		s.meter.begin()
 		r = r.Chain(s.cut, s.runner.roundID(), through)
 	}
 }
@@ -194,16 +214,18 @@ func (s *subscription) onPool(step func(context.Context, cursor.Querier) error) 
 	return step(ctx, s.runner.pool)
 }
 
-// commit ends a round well, up to through, and logs what is news.
+// commit ends a round well, up to through, and logs and counts what is news.
 func (s *subscription) commit(r *cursor.Round, opening *cursor.Opening, through int64, handed int) outcome {
 	_, err := within(s, func(ctx context.Context) (struct{}, error) { return struct{}{}, r.Commit(ctx, through) })
 	if err != nil {
 		s.end(r.Rollback)
 		return failedAt(err, commitSpan(opening, handed))
 	}
+	counted := s.meter.tally(r, handed)
 	fields := watermill.LogFields{"consumer": s.key.String()}
 	switch opening.Status {
 	case cursor.Lost:
+		counted.lost = through - opening.Position
 		fields = fields.Add(watermill.LogFields{"first_seq": opening.Position + 1, "last_seq": through})
 		if opening.Reason == "resume_age" {
 			s.runner.logger.Error("event consumer skipped to the head", errors.New("the events that waited were older than ResumeAge"), fields)
@@ -211,6 +233,7 @@ func (s *subscription) commit(r *cursor.Round, opening *cursor.Opening, through 
 			s.runner.logger.Error("event consumer lost events to retention", errors.New("events were removed before they were handled"), fields)
 		}
 	case cursor.Parking:
+		counted.parked = 1
 		seq, errorType, attempts := r.Parked()
 		fields = fields.Add(watermill.LogFields{"seq": seq, "error.type": errorType, "attempts": attempts})
 		why := fmt.Errorf("it failed %d times", attempts)
@@ -223,6 +246,7 @@ func (s *subscription) commit(r *cursor.Round, opening *cursor.Opening, through 
 			s.coveredAt = time.Now()
 		}
 	}
+	s.meter.commit(counted)
 	bounded := opening.Full || opening.Failure != nil || opening.Status != cursor.Ready || s.standing != nil
 	s.passed(through, r.Recovered())
 	// A round that was bounded by something else than the log says nothing about its end.
@@ -233,6 +257,7 @@ func (s *subscription) commit(r *cursor.Round, opening *cursor.Opening, through 
 func (s *subscription) replay(conn *pgxpool.Conn) (outcome, error) {
 	r := s.newRound(conn)
 	defer s.release(r, conn)
+	s.meter.begin()
 	opening, err := within(s, r.OpenReplay)
 	if err == nil && opening.Status == cursor.Replaying {
 		err = s.onPool(r.TakeReplay)
@@ -252,6 +277,7 @@ func (s *subscription) replay(conn *pgxpool.Conn) (outcome, error) {
 	}
 	fields := watermill.LogFields{"consumer": s.key.String(), "seq": event.Seq}
 	if err == nil {
+		s.meter.commit(s.meter.tally(r, 1))
 		s.runner.logger.Info("event consumer replayed a parked event", fields)
 		return outcome{next: next{again: true}}, nil
 	}
@@ -260,6 +286,7 @@ func (s *subscription) replay(conn *pgxpool.Conn) (outcome, error) {
 	if errors.Is(err, errWithdrawn) || s.cut.Err() != nil {
 		errorType = "" // a stop is no failure
 	} else {
+		s.meter.fail(err)
 		s.runner.logger.Error("event consumer failed to replay a parked event", err, fields.Add(watermill.LogFields{"error.type": errorType}))
 	}
 	s.end(func(ctx context.Context) {

@@ -27,6 +27,7 @@ type Runner struct {
 	slots   chan struct{} // one for each round that may run
 	waiting atomic.Int64  // subscriptions that wait for a slot
 	rounds  atomic.Int64  // numbers the rounds of this instance
+	meters  *instruments
 
 	listenTimes listenTimes
 
@@ -59,8 +60,13 @@ func NewRunner(pool *pgxpool.Pool, config RunnerConfig, logger watermill.LoggerA
 			"consumers": n, "max_rounds": config.MaxRounds, "pool_max_conns": size, "wanted_max_conns": n + 2,
 		})
 	}
+	meters, err := newInstruments(config.MeterProvider)
+	if err != nil {
+		return nil, fmt.Errorf("event log runner: make instruments: %w", err)
+	}
 	return &Runner{
 		pool:          pool,
+		meters:        meters,
 		config:        config,
 		logger:        logger,
 		failed:        make(chan error, 16),

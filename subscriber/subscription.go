@@ -41,6 +41,7 @@ type subscription struct {
 	standing  *standing   // a failure that could not be written to the database
 	quiet     int         // rounds in a row that were tried again without a word
 	offered   *time.Timer // the ack deadline of the message in hand
+	meter     *roundMeter
 }
 
 func newSubscription(ctx context.Context, r *Runner, owner *Subscriber, config ConsumerConfig, key cursor.Key) *subscription {
@@ -53,6 +54,7 @@ func newSubscription(ctx context.Context, r *Runner, owner *Subscriber, config C
 		done:     make(chan struct{}),
 	}
 	s.cut, s.cutOff = context.WithCancel(s.values)
+	s.meter = newRoundMeter(r.meters, r.config.Log, key)
 	return s
 }
 
@@ -157,6 +159,7 @@ func (s *subscription) turn() (next, error) {
 		return next{}, nil
 	}
 
+	s.meter.begin()
 	conn, err := s.connection()
 	if err != nil {
 		if s.stopped() {
