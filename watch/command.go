@@ -1,0 +1,25 @@
+package watch
+
+import (
+	"fmt"
+	"strings"
+
+	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+)
+
+// command is a command line of the program eventlog about one cursor.
+func command(verb string, key cursor.Key, args ...any) string {
+	line := "eventlog " + verb + " " + quote(key.String())
+	for _, arg := range args {
+		line += fmt.Sprintf(" %v", arg)
+	}
+	return line
+}
+
+// quote is a word that a shell leaves as it is.
+func quote(word string) string {
+	if strings.Trim(word, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.@/:") == "" {
+		return word
+	}
+	return "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
+}
