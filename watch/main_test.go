@@ -20,7 +20,6 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/middleware"
-	"github.com/watermill-eventlog/watermill-eventlog/publisher"
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
 )
 
@@ -66,27 +65,23 @@ func runWorker(url, topic string) error {
 	if err != nil {
 		return err
 	}
-	jobs, err := publisher.NewJobs(publisher.JobsConfig{})
-	if err != nil {
-		return err
-	}
 	router, err := message.NewRouter(message.RouterConfig{}, watermill.NopLogger{})
 	if err != nil {
 		return err
 	}
 	router.AddMiddleware(middleware.Round(nil))
-	router.AddHandler("push", topic, runner.Subscriber("push"), "jobs", jobs, func(m *message.Message) ([]*message.Message, error) {
+	router.AddConsumerHandler("push", topic, runner.Subscriber("push"), func(m *message.Message) error {
 		switch string(m.Payload) {
 		case "block":
 			fmt.Println("blocked")
 			<-m.Context().Done()
-			return nil, m.Context().Err()
+			return m.Context().Err()
 		case "fail":
-			return nil, errors.New("no")
+			return errors.New("no")
 		}
-		return nil, nil
+		return nil
 	})
-	router.AddHandler("other", subscriber.AllTopics, runner.Subscriber("other"), "jobs", jobs, message.PassthroughHandler)
+	router.AddConsumerHandler("other", subscriber.AllTopics, runner.Subscriber("other"), func(*message.Message) error { return nil })
 	go func() {
 		<-router.Running()
 		fmt.Println("running")
