@@ -57,7 +57,7 @@ func TestDrill(t *testing.T) {
 	require.Equal(t, "_OTHER", parked[0].ErrorType)
 
 	// 5. Replay it without having mended anything: it stays parked, with one attempt more.
-	require.NoError(t, cursor.Replay(t.Context(), pool, nil, push, poison, "me", "to see whether it fails still"))
+	replay(t, db, push, poison)
 	require.Eventually(t, func() bool {
 		again, err := cursor.ListParked(t.Context(), pool, nil, push, 0, 10)
 		require.NoError(t, err)
@@ -67,9 +67,16 @@ func TestDrill(t *testing.T) {
 
 	// 6. Mend the cause, replay, and see it go green.
 	db.Exec(t, "update event_consumer_parked set payload = 'mended'") // in real life it is the handler that is mended
-	require.NoError(t, cursor.Replay(t.Context(), pool, nil, push, poison, "me", "mended"))
+	replay(t, db, push, poison)
 	turns(t, w, push)
 	require.Equal(t, 0, w.Look(t.Context()).ExitCode())
 	require.Equal(t, []string{"replay", "replay"}, pgtest.Column[string](t, db,
 		"select action from event_consumer_interventions where action <> 'create' and consumer = 'push'"), "who did it is on record")
+
+	// 7. Pause it, and see that the pause is not forgotten.
+	db.Exec(t, "update event_consumer_cursors set paused_at = clock_timestamp() where consumer = 'push'")
+	logtest.Append(t, db, "orders", 1)
+	require.Equal(t, []watch.Kind{watch.Paused}, kinds(w.Look(t.Context()), push)) // the clock is 14 hours on
+	db.Exec(t, "update event_consumer_cursors set paused_at = null where consumer = 'push'")
+	turns(t, w, push)
 }

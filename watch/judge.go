@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -93,7 +94,7 @@ func (w *Watch) judge(f *found) Report {
 			Summary: "Events are kept for no longer than work may wait before somebody is called (event_retention.keep, PendingAlertAfter).",
 			Next:    "Raise event_retention.keep, or lower PendingAlertAfter and the alert's number."})
 	}
-	if f.keep != nil {
+	if f.keep != nil && !math.IsInf(*f.keep, 0) { // for ever has no number in JSON
 		report.Log.RetentionSeconds = *f.keep
 	}
 	if f.standby {
@@ -161,7 +162,7 @@ func (w *Watch) consumer(f *found, r *row) (Consumer, []Problem) {
 	if r.parked > 0 {
 		add(Problem{Kind: Parked, Severity: Warning, Seq: r.parkedSeq, Since: r.parkedSince, ErrorType: r.parkedType,
 			Summary: fmt.Sprintf("%s has %d parked events, the first is %d (%s).", c.Name, r.parked, r.parkedSeq, r.parkedType),
-			Next: fmt.Sprintf("Look at them with %s, mend the cause, then %s or %s",
+			Next: fmt.Sprintf("Look at them with: %s; mend the cause, then: %s, or: %s",
 				command("parked list", key), command("parked replay", key, r.parkedSeq), command("parked discard", key, r.parkedSeq))})
 	}
 	if p := w.unmatched(r); p != nil {
@@ -170,6 +171,9 @@ func (w *Watch) consumer(f *found, r *row) (Consumer, []Problem) {
 	return c, problems
 }
 
+// oldest is the first moment that JSON can hold and that is not the zero one. A source may date its events before it.
+var oldest = time.Date(1, 1, 2, 0, 0, 0, 0, time.UTC)
+
 // waiting is since when the oldest event behind the cursor waits, by its own time, and since when the consumer could
 // have taken it and made no progress. Both are zero at the head.
 func (r *row) waiting(f *found) (since, available time.Time) {
@@ -177,7 +181,7 @@ func (r *row) waiting(f *found) (since, available time.Time) {
 	case r.position >= f.head && r.pending == 0:
 		return since, available
 	case r.pending == 0: // there is something, and nothing of it can be read any more
-		if since = r.occurredAt; since.IsZero() {
+		if since = r.occurredAt; since.Before(oldest) {
 			since = r.createdAt
 		}
 		return since, latest(r.movedAt, r.createdAt)
@@ -185,6 +189,9 @@ func (r *row) waiting(f *found) (since, available time.Time) {
 	since = r.pendingOccurred
 	if r.pendingRecorded.Before(since) { // the source's clock is ahead
 		since = r.pendingRecorded
+	}
+	if since.Before(oldest) {
+		since = oldest
 	}
 	return since, latest(r.pendingRecorded, r.movedAt, r.createdAt)
 }
@@ -240,8 +247,8 @@ func (r *row) stands(f *found) *Problem {
 		}
 		return &Problem{Kind: Gap, Severity: Critical, Seq: seq, Since: since, ErrorType: "consumer_gap",
 			Summary: fmt.Sprintf("Number %d is missing from the log, and %s (at %d) does not go past it.", seq, r.key, r.position),
-			Next: fmt.Sprintf("See how much is missing with: eventlog verify; put the event back, or, where that cannot be, skip it: %s",
-				command("skip", r.key, seq))}
+			Next: fmt.Sprintf("See how much is missing with: eventlog verify; put the event back, or, where that cannot be, go on behind it: %s",
+				command("seek", r.key, seq))}
 	case err == nil && plan.Kind == cursor.Loss:
 		return &Problem{Kind: Losses, Severity: Critical, Seq: r.position + 1,
 			Summary: fmt.Sprintf("Events %d to %d were removed from the log before %s had passed them.", r.position+1, plan.Through, r.key),
@@ -307,7 +314,7 @@ func (w *Watch) failing(f *found, r *row) *Problem {
 		return &p
 	}
 	p.Summary = fmt.Sprintf("Event %d fails in %s, %d times so far (%s).", x.Seq, r.key, x.Attempts, x.ErrorType)
-	p.Next = fmt.Sprintf("Look at it with %s, and mend the handler; or give it up: %s",
+	p.Next = fmt.Sprintf("Look at it with: %s; mend the handler, or give the event up: %s",
 		fmt.Sprintf("eventlog check %s %d", quote(r.key.String()), x.Seq), command("skip", r.key, x.Seq))
 	return &p
 }

@@ -63,6 +63,22 @@ func move(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
 		where consumer = $1 and topic = $2 and shard = $3`, key.Consumer, key.Topic, key.Shard, seq)
 }
 
+// seek moves the cursor as an operator does.
+func seek(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
+	t.Helper()
+	require.NoError(t, cursor.Seek(t.Context(), db.Conn(t), nil, key, seq, "me", "test"))
+}
+
+func discard(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
+	t.Helper()
+	require.NoError(t, cursor.Discard(t.Context(), db.Conn(t), nil, key, seq, "me", "test"))
+}
+
+func replay(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
+	t.Helper()
+	require.NoError(t, cursor.Replay(t.Context(), db.Conn(t), nil, key, seq, "me", "test"))
+}
+
 func fail(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64, errorType string) {
 	t.Helper()
 	_, _, err := cursor.RecordFailure(t.Context(), db.Conn(t), nil, key, "test",
@@ -280,7 +296,7 @@ func TestCursorAheadOfTheLogIsAProblemAndHasNoLag(t *testing.T) {
 	c.set(24 * time.Hour)
 	require.Contains(t, kinds(w.Look(t.Context()), push), watch.CursorAhead)
 
-	require.NoError(t, cursor.Seek(t.Context(), db.Conn(t), nil, push, 505, "me", "restored"))
+	seek(t, db, push, 505)
 	healthy(t, w.Look(t.Context()))
 }
 
@@ -294,7 +310,7 @@ func TestFailureSaysCursorAheadUntilAnOperatorMovesIt(t *testing.T) {
 	fail(t, db, push, 0, "cursor_ahead")
 	p := only(t, w.Look(t.Context()), watch.CursorAhead, watch.Critical)
 	require.NotZero(t, p.Since)
-	require.NoError(t, cursor.Seek(t.Context(), db.Conn(t), nil, push, 2, "me", "restored"))
+	seek(t, db, push, 2)
 	healthy(t, w.Look(t.Context()))
 }
 
@@ -378,7 +394,7 @@ func TestParkedEventsAreAWarningUntilTheyAreDealtWith(t *testing.T) {
 	require.Contains(t, p.Next, "eventlog parked list push")
 	require.Equal(t, 1, r.ExitCode())
 	for _, seq := range []int64{4, 8} {
-		require.NoError(t, cursor.Discard(t.Context(), db.Conn(t), nil, push, seq, "me", "test"))
+		discard(t, db, push, seq)
 	}
 	healthy(t, w.Look(t.Context()))
 }
@@ -464,7 +480,7 @@ func TestConsumerThatMatchesNothingWhileTheLogMovesIsAWarning(t *testing.T) {
 	})
 	t.Run("or is put elsewhere by hand", func(t *testing.T) {
 		db.Exec(t, "update event_consumer_cursors set matched_seq = null, matched_at = null")
-		require.NoError(t, cursor.Seek(t.Context(), db.Conn(t), nil, misspelt, 30, "me", "test"))
+		seek(t, db, misspelt, 30)
 		healthy(t, w.Look(t.Context()))
 	})
 }
@@ -616,4 +632,98 @@ func TestLookIsPlannedWithoutTheCompiler(t *testing.T) {
 		plan := strings.Join(pgtest.Column[string](t, db, "explain "+watch.SQLLook, consumers, empty, empty, 100), "\n")
 		require.NotContains(t, plan, "JIT", "for %d cursors", len(consumers))
 	}
+}
+
+func TestEventsOfImpossibleTimesDoNotBlindTheLook(t *testing.T) {
+	t.Parallel()
+	for _, occurred := range []string{"4713-01-01 00:00:00 BC", "0001-01-01 00:00:00Z", "294276-12-31 23:59:59"} {
+		t.Run(occurred, func(t *testing.T) {
+			t.Parallel()
+			db := logtest.New(t)
+			ensure(t, db, push, other)
+			db.Exec(t, "insert into event_outbox (topic, occurred_at) values ('orders', $1::text::timestamptz), ('orders', default)", occurred)
+			move(t, db, push, 1)
+			for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeSimpleProtocol} {
+				pool := db.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = mode })
+				c := &clock{}
+				c.set(time.Hour)
+				r := newWatch(t, pool, watch.Config{Keys: []cursor.Key{push, other}, Now: c.now}).Look(t.Context())
+				require.NoError(t, r.Err)
+				require.Equal(t, []watch.Kind{watch.Standing, watch.Standing}, kinds(r, cursor.Key{}))
+				_, err := json.Marshal(r)
+				require.NoError(t, err)
+			}
+		})
+	}
+}
+
+func TestHeadAndCursorAreOfOneMomentUnderLoad(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	ensure(t, db, push)
+	w, _ := at(t, db, push)
+	done := make(chan error, 1)
+	conn := db.Conn(t)
+	go func() {
+		for range 300 {
+			// The cursor follows the head at once: read at two moments it would be ahead of it.
+			for _, sql := range []string{
+				"insert into event_outbox (topic) values ('orders')",
+				`update event_consumer_cursors set last_seq = (select last_seq from event_seq), moved_at = clock_timestamp()`,
+			} {
+				if _, err := conn.Exec(context.Background(), sql); err != nil {
+					done <- err
+					return
+				}
+			}
+		}
+		done <- nil
+	}()
+	for looks := 0; ; looks++ {
+		select {
+		case err := <-done:
+			require.NoError(t, err)
+			require.Positive(t, looks)
+			return
+		default:
+		}
+		r := w.Look(t.Context())
+		healthy(t, r)
+		require.LessOrEqual(t, *r.Consumers[0].Lag, int64(1))
+	}
+}
+
+func TestFormOfTheReportIsStable(t *testing.T) {
+	t.Parallel()
+	moment := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	n := int64(7)
+	report := watch.Report{
+		Status: watch.Critical, At: moment,
+		Problems: []watch.Problem{{Kind: watch.Failing, Severity: watch.Critical, Consumer: "a@b", Seq: 8, Since: moment, ErrorType: "23505", Summary: "s", Next: "n"}},
+		Consumers: []watch.Consumer{{
+			Name: "a@b", Consumer: "a", Topic: "b", Shard: "c", Status: watch.Critical, Position: &n, Lag: &n, PendingSeq: 8, PendingSince: moment,
+			PendingAge: 1.5, MovedAt: moment, MovedBy: "i", MatchedSeq: 7, MatchedAt: moment, PausedAt: moment, RetiredAt: moment,
+			Failure: &watch.Failure{Seq: 8, Since: moment, FailedAt: moment, RetryAt: moment, Attempts: 3, ErrorType: "23505", FailedBy: "i"},
+			Parked:  1, LossesOpen: 2,
+		}},
+		Log:      &watch.Log{Head: 14, LowestSeq: 1, Events: 14, LastRecordedAt: moment, RetentionSeconds: 60},
+		Coverage: watch.Coverage{Since: moment, NotWatched: []string{"x"}, Limits: []string{"l"}},
+	}
+	body, err := json.Marshal(report)
+	require.NoError(t, err)
+	const at = `"2026-01-02T03:04:05Z"`
+	require.JSONEq(t, `{"status": "critical", "at": `+at+`,
+		"problems": [{"kind": "failing", "severity": "critical", "consumer": "a@b", "seq": 8, "since": `+at+`, "error_type": "23505", "summary": "s", "next": "n"}],
+		"consumers": [{"name": "a@b", "consumer": "a", "topic": "b", "shard": "c", "status": "critical", "position": 7, "lag": 7, "pending_seq": 8,
+			"pending_since": `+at+`, "pending_age_seconds": 1.5, "moved_at": `+at+`, "moved_by": "i", "matched_seq": 7, "matched_at": `+at+`,
+			"paused_at": `+at+`, "retired_at": `+at+`,
+			"failure": {"seq": 8, "since": `+at+`, "failed_at": `+at+`, "retry_at": `+at+`, "attempts": 3, "error_type": "23505", "failed_by": "i"},
+			"parked": 1, "losses_open": 2}],
+		"log": {"head": 14, "lowest_seq": 1, "events": 14, "last_recorded_at": `+at+`, "retention_seconds": 60},
+		"coverage": {"since": `+at+`, "not_watched": ["x"], "limits": ["l"]}}`, string(body))
+
+	body, err = json.Marshal(watch.Report{Problems: []watch.Problem{}, Consumers: []watch.Consumer{{Name: "a"}}, Coverage: watch.Coverage{Limits: []string{}}})
+	require.NoError(t, err)
+	require.NotContains(t, string(body), "null")
+	require.NotContains(t, string(body), "lag", "what is not known is left out")
 }

@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -69,12 +67,4 @@ func (w *Watch) Look(ctx context.Context) Report {
 		return w.blind(err)
 	}
 	return w.judge(found)
-}
-
-// seconds is a duration that holds what it can.
-func seconds(s float64) time.Duration {
-	if d := s * float64(time.Second); d < math.MaxInt64 {
-		return time.Duration(d)
-	}
-	return math.MaxInt64
 }
