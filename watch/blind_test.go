@@ -9,6 +9,7 @@ import (
 	"net/http/httptest"
 	"net/url"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -18,6 +19,7 @@ import (
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
+	"github.com/watermill-eventlog/watermill-eventlog/internal/pgserver"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/watch"
 )
@@ -236,4 +238,23 @@ func TestHandlerServesTheReportAndItsStatusAsACode(t *testing.T) {
 	address, err := url.Parse(db.URL())
 	require.NoError(t, err)
 	require.NotContains(t, response.Body.String(), address.Path[1:], "no database is named")
+}
+
+func TestStandbyIsAWarningAsItShowsThePast(t *testing.T) {
+	t.Parallel()
+	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{"wal_level": "replica", "max_wal_senders": "1"}})
+	db := logtest.NewOn(t, server)
+	ensure(t, db, push)
+	w, c := at(t, db, push)
+	healthy(t, w.Look(t.Context()))
+	logtest.Append(t, db, "orders", 1)
+	directory := pgtest.Value[string](t, db, "show data_directory")
+	require.NoError(t, os.WriteFile(filepath.Join(directory, "standby.signal"), nil, 0o666))
+	require.NoError(t, server.Restart(t.Context(), false))
+	var r watch.Report
+	require.Eventually(t, func() bool { r = w.Look(t.Context()); return r.Status != watch.Unknown }, time.Minute, 50*time.Millisecond)
+	only(t, r, watch.Standby, watch.Warning)
+	require.Equal(t, int64(1), *r.Consumers[0].Lag, "what it shows is judged all the same")
+	c.set(time.Hour)
+	require.Equal(t, []watch.Kind{watch.Standing, watch.Standby}, kinds(w.Look(t.Context()), cursor.Key{}))
 }
