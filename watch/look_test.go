@@ -221,7 +221,7 @@ func TestEventsAppendedWithAnOldTimeAreNoStallBeforeAnybodyCouldHandleThem(t *te
 	ensure(t, db, push)
 	logtest.Append(t, db, "orders", 1)
 	move(t, db, push, 1)
-	db.Exec(t, `update event_consumer_cursors set moved_at = clock_timestamp() - interval '2 hours'`)
+	db.Exec(t, `update event_consumer_cursors set moved_at = clock_timestamp() - interval '2 hours', created_at = clock_timestamp() - interval '2 hours'`)
 	db.Exec(t, `insert into event_outbox (topic, occurred_at) values ('orders', clock_timestamp() - interval '3 years')`)
 	only(t, w.Look(t.Context()), watch.Behind, watch.Warning)
 	c.set(6 * time.Minute)
@@ -419,6 +419,11 @@ func TestFailureIsCriticalBeyondTheGracePeriodAndOverWhenItIsPassed(t *testing.T
 	for _, p := range r.Problems {
 		require.Equal(t, watch.Critical, p.Severity)
 	}
+	db.Exec(t, "update event_consumer_cursors set paused_at = clock_timestamp()")
+	r = w.Look(t.Context())
+	require.ElementsMatch(t, []watch.Kind{watch.Paused, watch.Failing}, kinds(r, push))
+	require.Equal(t, watch.Warning, r.Status, "somebody knows about it")
+	db.Exec(t, "update event_consumer_cursors set paused_at = null")
 	move(t, db, push, 3)
 	healthy(t, w.Look(t.Context()))
 }
@@ -441,7 +446,7 @@ func TestPausedConsumerIsAWarningWhenWorkWaitsAndARetiredOneIsNot(t *testing.T) 
 	db.Exec(t, "update event_consumer_cursors set paused_at = clock_timestamp() - interval '10 minutes'")
 	c.set(0)
 	only(t, w.Look(t.Context()), watch.Paused, watch.Warning) // however young the work is
-	db.Exec(t, "update event_consumer_cursors set paused_at = clock_timestamp()")
+	db.Exec(t, "update event_consumer_cursors set paused_at = clock_timestamp() + interval '6 minutes'")
 	c.set(6 * time.Minute)
 	only(t, w.Look(t.Context()), watch.Paused, watch.Warning) // a pause does not hide a stall that was there before
 	db.Exec(t, "update event_consumer_cursors set paused_at = null, retired_at = clock_timestamp()")
@@ -478,11 +483,19 @@ func TestConsumerThatMatchesNothingWhileTheLogMovesIsAWarning(t *testing.T) {
 		db.Exec(t, "update event_consumer_cursors set matched_seq = 29, matched_at = clock_timestamp()")
 		healthy(t, w.Look(t.Context()))
 	})
-	t.Run("or is put elsewhere by hand", func(t *testing.T) {
-		db.Exec(t, "update event_consumer_cursors set matched_seq = null, matched_at = null")
-		seek(t, db, misspelt, 30)
-		healthy(t, w.Look(t.Context()))
-	})
+}
+
+func TestConsumerThatWasPutElsewhereByHandHadNoChanceToMatchBefore(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	key := cursor.Key{Consumer: "push", Topic: "rare"}
+	w, _ := at(t, db, key)
+	ensure(t, db, key)
+	db.Exec(t, "insert into event_outbox (topic) select 'orders' from generate_series(1, 30)")
+	db.Exec(t, "update event_log set recorded_at = clock_timestamp() - interval '1 hour' * (31 - seq)")
+	seek(t, db, key, 29)
+	move(t, db, key, 30)
+	healthy(t, w.Look(t.Context()))
 }
 
 func TestConsumerWithItsLastEventLongAgoInASilentLogIsFine(t *testing.T) {

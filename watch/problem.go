@@ -11,7 +11,8 @@ type Kind string
 
 const (
 	// Standing is work older than the grace period that waits for a consumer which, for longer than that, could have
-	// gone on and did not: it is stopped, frozen, blocked, failing, or was never started. Critical.
+	// gone on and did not: it is stopped, frozen, blocked, failing, or was never started. A round that has been going on
+	// for longer than that is one, too: nothing of it is done before its commit. Critical.
 	Standing Kind = "standing"
 	// Behind is work older than the grace period of a consumer that moves: its cursor was moved, or the work was
 	// recorded, within the grace period. A warning, however old the work is; the alert on pending age is for that.
