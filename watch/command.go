@@ -16,6 +16,11 @@ func command(verb string, key cursor.Key, args ...any) string {
 	return line
 }
 
+// change is a command that changes something, and has to say why.
+func change(verb string, key cursor.Key, args ...any) string {
+	return command(verb, key, args...) + ` --reason "..."`
+}
+
 // quote is a word that a shell leaves as it is.
 func quote(word string) string {
 	if strings.Trim(word, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.@/:") == "" {

@@ -58,7 +58,7 @@ func (w *Watch) explain(err error) (summary, next string) {
 			"Restore the row; its last_seq is the highest seq that the log has ever had."
 	case code == "42P01" || code == "3F000" || code == "42703": // undefined table, schema, column
 		return fmt.Sprintf("Tables of %s are not in this database, or are of another version.", w.config.Log),
-			"Check that this is the right database, and run: eventlog migrate"
+			"Check that this is the right database, and run: eventlog migrate up"
 	case code == "42501": // insufficient privilege
 		return "The role may not read the log's tables.",
 			"Grant what docs/roles.md says for the watch role."
@@ -68,10 +68,10 @@ func (w *Watch) explain(err error) (summary, next string) {
 	case errors.Is(err, context.Canceled):
 		return "The look was cancelled before it was over.", "Look again."
 	case code != "":
-		return fmt.Sprintf("The database refused the look (SQLSTATE %s).", code), "Read the database's log, and look again: eventlog status"
+		return fmt.Sprintf("The database refused the look (SQLSTATE %s).", code), "Read the database's log, and look again: eventlog check"
 	}
 	return "The database cannot be reached, or did not answer as expected.",
-		"Check that it runs and that its address and password are right, then look again: eventlog status"
+		"Check that it runs and that its address and password are right, then look again: eventlog check"
 }
 
 // judge compares what is there with what ought to be.
@@ -157,13 +157,13 @@ func (w *Watch) consumer(f *found, r *row) (Consumer, []Problem) {
 	if r.lost > 0 {
 		add(Problem{Kind: Losses, Severity: Critical, Seq: r.lostFirst, Since: r.lostSince,
 			Summary: fmt.Sprintf("%s was moved past %d unhandled events between %d and %d (%s).", c.Name, r.lost, r.lostFirst, r.lostLast, r.lostReason),
-			Next:    "Make good what they would have done, then settle them: " + command("losses settle", key)})
+			Next:    "Make good what they would have done, then settle them: " + change("losses settle", key)})
 	}
 	if r.parked > 0 {
 		add(Problem{Kind: Parked, Severity: Warning, Seq: r.parkedSeq, Since: r.parkedSince, ErrorType: r.parkedType,
 			Summary: fmt.Sprintf("%s has %d parked events, the first is %d (%s).", c.Name, r.parked, r.parkedSeq, r.parkedType),
 			Next: fmt.Sprintf("Look at them with: %s; mend the cause, then: %s, or: %s",
-				command("parked list", key), command("parked replay", key, r.parkedSeq), command("parked discard", key, r.parkedSeq))})
+				command("parked list", key), change("parked replay", key, r.parkedSeq), change("parked discard", key, r.parkedSeq))})
 	}
 	if p := w.unmatched(r); p != nil {
 		add(*p)
@@ -234,7 +234,7 @@ func (r *row) stands(f *found) *Problem {
 		return &Problem{Kind: CursorAhead, Severity: Critical, Seq: r.position, Since: since, ErrorType: "cursor_ahead",
 			Summary: fmt.Sprintf("%s is at %d, beyond a log that was restored or has lost its tail (its head is %d); nothing is handled or skipped.",
 				r.key, r.position, f.head),
-			Next: "Find out from where on its work is to be done in this log, and move it there: " + command("seek", r.key, "SEQ")}
+			Next: "Find out which event of this log is the next that it has to handle, and move it there: " + change("seek", r.key, "SEQ")}
 	case errors.As(err, &gap) || failed == "consumer_gap":
 		seq := int64(0)
 		if gap != nil {
@@ -248,7 +248,7 @@ func (r *row) stands(f *found) *Problem {
 		return &Problem{Kind: Gap, Severity: Critical, Seq: seq, Since: since, ErrorType: "consumer_gap",
 			Summary: fmt.Sprintf("Number %d is missing from the log, and %s (at %d) does not go past it.", seq, r.key, r.position),
 			Next: fmt.Sprintf("See how much is missing with: eventlog verify; put the event back, or, where that cannot be, go on behind it: %s",
-				command("seek", r.key, seq))}
+				change("seek", r.key, seq+1))}
 	case err == nil && plan.Kind == cursor.Loss:
 		return &Problem{Kind: Losses, Severity: Critical, Seq: r.position + 1,
 			Summary: fmt.Sprintf("Events %d to %d were removed from the log before %s had passed them.", r.position+1, plan.Through, r.key),
@@ -277,7 +277,7 @@ func (w *Watch) progress(f *found, r *row, since, available time.Time) *Problem 
 		}
 		p.Kind, p.Severity, p.Since = Paused, Warning, r.pausedAt
 		p.Summary = fmt.Sprintf("%s is paused while %d events wait, the oldest for %v.", r.key, lag, age)
-		p.Next = "When the reason is gone: " + command("resume", r.key)
+		p.Next = "When the reason is gone: " + change("resume", r.key)
 	case !old:
 		return nil
 	case f.now.Sub(available) > grace:
@@ -289,7 +289,7 @@ func (w *Watch) progress(f *found, r *row, since, available time.Time) *Problem 
 		p.Summary = fmt.Sprintf("%s stands: %d events wait, the oldest for %v; %s.", r.key, lag, age, moved)
 		p.Next = "See whether its process runs, what its handler waits for and what fails: " + command("status", r.key)
 		if r.failure != nil && r.failure.Seq > 0 {
-			p.Next = fmt.Sprintf("See what fails: eventlog check %s %d", quote(r.key.String()), r.failure.Seq)
+			p.Next = fmt.Sprintf("See what fails: eventlog event %d %s", r.failure.Seq, quote(r.key.String()))
 		}
 	default:
 		p.Kind, p.Severity = Behind, Warning
@@ -315,7 +315,7 @@ func (w *Watch) failing(f *found, r *row) *Problem {
 	}
 	p.Summary = fmt.Sprintf("Event %d fails in %s, %d times so far (%s).", x.Seq, r.key, x.Attempts, x.ErrorType)
 	p.Next = fmt.Sprintf("Look at it with: %s; mend the handler, or give the event up: %s",
-		fmt.Sprintf("eventlog check %s %d", quote(r.key.String()), x.Seq), command("skip", r.key, x.Seq))
+		fmt.Sprintf("eventlog event %d %s", x.Seq, quote(r.key.String())), change("skip", r.key, x.Seq))
 	return &p
 }
 

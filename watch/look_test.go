@@ -391,7 +391,7 @@ func TestParkedEventsAreAWarningUntilTheyAreDealtWith(t *testing.T) {
 	require.Equal(t, int64(4), p.Seq)
 	require.Equal(t, "23505", p.ErrorType)
 	require.Equal(t, int64(2), r.Consumers[0].Parked)
-	require.Contains(t, p.Next, "eventlog parked list push")
+	require.Contains(t, p.Next, `eventlog parked replay push 4 --reason`)
 	require.Equal(t, 1, r.ExitCode())
 	for _, seq := range []int64{4, 8} {
 		discard(t, db, push, seq)
