@@ -95,7 +95,7 @@ func TestReadWithoutTheRightToReportsNothing(t *testing.T) {
 	db, keys := newXYZ(t)
 	role := db.Name() + "_gauges" // roles are the whole server's
 	db.Exec(t, "create role "+role)
-	db.Exec(t, `grant select on event_log, event_seq, event_consumer_cursors, event_consumer_failures, event_consumer_parked,
+	db.Exec(t, `grant select on event_log, event_outbox, event_seq, event_consumer_cursors, event_consumer_failures, event_consumer_parked,
 		event_consumer_losses to `+role)
 	t.Cleanup(func() { db.Exec(t, "drop owned by "+role+"; drop role "+role) })
 	pool := db.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["role"] = role })

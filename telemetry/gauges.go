@@ -99,7 +99,7 @@ func RegisterGauges(config GaugesConfig) (unregister func() error, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("register gauges: %w", err)
 	}
-	registration, err := g.meter.RegisterCallback(g.observe, g.lag, g.age, g.parked, g.lost, g.problem)
+	registration, err := g.meter.RegisterCallback(g.observe, g.lag, g.age, g.parked, g.lost, g.problem, g.staged)
 	if err != nil {
 		release()
 		return nil, fmt.Errorf("register gauges: %w", err)
@@ -164,6 +164,7 @@ type gauges struct {
 	config  GaugesConfig
 	readers consumers
 	labels  []labels
+	log     []metric.ObserveOption // the attributes of the log alone
 
 	meter    metric.Meter
 	lag      metric.Int64ObservableGauge
@@ -171,6 +172,7 @@ type gauges struct {
 	parked   metric.Int64ObservableGauge
 	lost     metric.Int64ObservableGauge
 	problem  metric.Int64ObservableGauge
+	staged   metric.Float64ObservableGauge
 	failures metric.Int64Counter
 }
 
@@ -189,7 +191,10 @@ func newGauges(config GaugesConfig) (*gauges, error) {
 		}
 		g.labels = append(g.labels, labels{base, []metric.ObserveOption{metric.WithAttributeSet(attribute.NewSet(base...))}})
 	}
-	var errs [6]error
+	if log := config.Log.String(); log != (*cursor.Log)(nil).String() {
+		g.log = append(g.log, metric.WithAttributes(attribute.String("eventlog.log.name", log)))
+	}
+	var errs [7]error
 	g.lag, errs[0] = g.meter.Int64ObservableGauge("eventlog.consumer.lag", metric.WithUnit("{event}"),
 		metric.WithDescription("Events of the log that the consumer has not passed yet, those of other topics included."))
 	g.age, errs[1] = g.meter.Float64ObservableGauge("eventlog.consumer.pending_age", metric.WithUnit("s"),
@@ -198,8 +203,10 @@ func newGauges(config GaugesConfig) (*gauges, error) {
 		metric.WithDescription("Events that the consumer has parked, and nobody has replayed or discarded yet."))
 	g.lost, errs[3] = g.meter.Int64ObservableGauge("eventlog.consumer.lost", metric.WithUnit("{event}"),
 		metric.WithDescription("Events that the consumer was moved past unhandled, and nobody has settled yet."))
-	g.problem, errs[4] = g.meter.Int64ObservableGauge("eventlog.consumer.problem", metric.WithUnit("1"),
+	g.problem, errs[4] = g.meter.Int64ObservableGauge("eventlog.consumer.problem", metric.WithUnit("{problem}"),
 		metric.WithDescription("1 for each problem that a consumer has now."))
+	g.staged, errs[6] = g.meter.Float64ObservableGauge("eventlog.staged.age", metric.WithUnit("s"),
+		metric.WithDescription("How long ago the oldest staged event was appended that has no number yet; 0 where there is none."))
 	g.failures, errs[5] = g.meter.Int64Counter("eventlog.gauges.failures", metric.WithUnit("{read}"),
 		metric.WithDescription("Reads of the consumers' gauges that failed: their scrapes report no consumer."))
 	return g, errors.Join(errs[:]...)
@@ -220,6 +227,9 @@ func (g *gauges) observe(ctx context.Context, o metric.Observer) error {
 	}
 	for i, s := range standings {
 		l := g.labels[i]
+		if i == 0 {
+			o.ObserveFloat64(g.staged, max(0, s.staged), g.log...)
+		}
 		if s.known() {
 			o.ObserveInt64(g.lag, s.lag(), l.consumer...)
 			o.ObserveFloat64(g.age, s.pendingAge(), l.consumer...)

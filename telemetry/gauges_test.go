@@ -251,3 +251,14 @@ func TestGaugesConfigReportsAllFaults(t *testing.T) {
 	require.ErrorContains(t, err, "missing consumer name")
 	require.ErrorContains(t, err, `key 2 ("x@orders"): the same key twice`)
 }
+
+func TestAgeOfStagedEventsIsReportedForTheLog(t *testing.T) {
+	t.Parallel()
+	db, keys := newXYZ(t)
+	m := newMeters()
+	register(t, m, telemetry.GaugesConfig{DB: db.Pool(t), Keys: keys})
+	const staged = "eventlog.staged.age"
+	require.Equal(t, map[string]float64{"": 0}, m.collect(t)[staged])
+	db.Exec(t, "insert into event_outbox (topic, staged, appended_at) values ('orders', true, clock_timestamp() - interval '1 hour'), ('orders', true, clock_timestamp())")
+	require.InDelta(t, 3630, m.collect(t)[staged][""], 30.1)
+}

@@ -42,6 +42,7 @@ type standing struct {
 	parked, lost   int64
 	paused         bool
 	retired        bool
+	staged         float64 // the age of the log's oldest staged event, in seconds; 0 is none
 }
 
 // One row for each key, in their order. The event after a cursor and the one at it are looked for only where there
@@ -50,9 +51,11 @@ const sqlStandings = `
 select k.n, s.last_seq, coalesce(c.last_seq, 0), c.consumer is not null, c.paused_at is not null, c.retired_at is not null,
     coalesce(extract(epoch from clock_timestamp() - coalesce(pending.occurred_at, c.last_occurred_at, c.moved_at, c.created_at)), 0)::float8,
     coalesce(passed.occurred_at <> c.last_occurred_at, false),
-    coalesce(f.error_type, ''), parked.events, lost.events
+    coalesce(f.error_type, ''), parked.events, lost.events,
+    coalesce(extract(epoch from clock_timestamp() - (
+        select o.appended_at from public.event_outbox o where o.staged order by o.xid, o.id limit 1)), 0)::float8
 from unnest($1::text[], $2::text[], $3::text[]) with ordinality as k(consumer, topic, shard, n)
-cross join public.event_seq s
+cross join (select q.last_seq from public.event_seq q limit 1) s -- the planner is to know that it is one row
 left join public.event_consumer_cursors c on c.consumer = k.consumer and c.topic = k.topic and c.shard = k.shard
 left join public.event_consumer_failures f
     on f.consumer = k.consumer and f.topic = k.topic and f.shard = k.shard and f.through > c.last_seq
@@ -86,7 +89,7 @@ func (c consumers) read(ctx context.Context, db cursor.Querier, log *cursor.Log)
 	var n int64
 	var s standing
 	_, err = pgx.ForEachRow(rows, []any{&n, &s.head, &s.position, &s.exists, &s.paused, &s.retired, &s.age, &s.rewritten,
-		&s.errorType, &s.parked, &s.lost}, func() error {
+		&s.errorType, &s.parked, &s.lost, &s.staged}, func() error {
 		standings = append(standings, s)
 		return nil
 	})

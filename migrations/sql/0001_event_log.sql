@@ -25,6 +25,7 @@ create table public.event_outbox (
     metadata    jsonb       not null default '{}', -- an object of strings, as consumers read nothing else
     staged      boolean     not null default false, -- numbered later, so that its transaction waits for no other
     once        boolean     not null default false, -- a second append of the same uuid is a no-op
+    appended_at timestamptz not null default clock_timestamp(), -- on the database's clock
     primary key (xid, id),
     check (jsonb_typeof(metadata) = 'object'
         and not jsonb_path_exists(metadata, 'strict $.* ? (@.type() <> "string")'))

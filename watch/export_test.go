@@ -1,0 +1,4 @@
+package watch
+
+// SQLLook is the statement of a look, for tests of its plan.
+const SQLLook = sqlLook
