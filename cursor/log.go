@@ -32,12 +32,16 @@ type LogConfig struct {
 	// into the log's trigger when the migrations run. Defaults to Name followed by "_log", with the schema
 	// and a dot before it where that is not "public".
 	Channel string
+
+	// Table makes an existing table the log. Defaults to a table of the log's own.
+	Table *TableConfig
 }
 
 // Log is an event log's names, checked and quoted. It is immutable; a nil *Log is the log with the default
 // names.
 type Log struct {
 	schema, name, channel string
+	table                 *table // an existing one, or nil
 
 	rendered sync.Map // what Render was given, to what it made of it
 }
@@ -57,7 +61,14 @@ func NewLog(config LogConfig) (*Log, error) {
 			l.channel = l.schema + "." + l.channel
 		}
 	}
-	err := errors.Join(
+	var tableErr error
+	if config.Table != nil {
+		l.table, tableErr = newTable(*config.Table)
+		if l.table.name == l.Table("log") {
+			tableErr = errors.Join(tableErr, fmt.Errorf("Table is %s, which is the name of the view over it: choose another Name", l.table.name))
+		}
+	}
+	err := errors.Join(tableErr,
 		checkName("Schema", l.schema, maxIdentifier),
 		checkName("Name", l.name, maxIdentifier-longestSuffix),
 		checkName("Channel", l.channel, maxIdentifier),

@@ -49,9 +49,27 @@ func SQL(log *cursor.Log) []Migration {
 		if err != nil {
 			panic(err) // a file's name is ours
 		}
-		migrations = append(migrations, Migration{Version: version, Name: title, SQL: log.Render(string(text))})
+		migrations = append(migrations, Migration{Version: version, Name: title, SQL: render(log, string(text))})
 	}
 	return migrations
+}
+
+// render puts an existing table in the place of the log's own.
+func render(log *cursor.Log, text string) string {
+	if _, existing := log.Existing(); !existing {
+		return log.Render(text)
+	}
+	table, trigger := log.ExistingTable()
+	var out strings.Builder
+	for _, own := range []struct{ what, instead string }{{"table", table}, {"trigger", trigger}} {
+		before, rest, found := strings.Cut(text, "-- the log's own "+own.what+": begin\n")
+		if !found {
+			break
+		}
+		_, text, _ = strings.Cut(rest, "-- the log's own "+own.what+": end\n")
+		out.WriteString(log.Render(before) + own.instead)
+	}
+	return out.String() + log.Render(text)
 }
 
 const sqlTable = `

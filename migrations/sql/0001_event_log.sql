@@ -31,6 +31,12 @@ create table public.event_outbox (
         and not jsonb_path_exists(metadata, 'strict $.* ? (@.type() <> "string")'))
 ) with (fillfactor = 70);
 
+-- Stable over versions, platforms and collations: the first 32 bits of the key's SHA-256.
+create function public.event_key_hash(key text) returns bigint
+language sql immutable strict parallel safe
+return ('x' || left(encode(sha256(convert_to(key, 'UTF8')), 'hex'), 8))::bit(32)::bigint;
+
+-- the log's own table: begin
 create table public.event_log (
     seq         bigint      not null check (seq > 0),
     occurred_at timestamptz not null check (isfinite(occurred_at)), -- the source's clock
@@ -45,11 +51,7 @@ create table public.event_log (
 ) partition by range (seq);
 
 create table public.event_log_first partition of public.event_log for values from (minvalue) to (maxvalue);
-
--- Stable over versions, platforms and collations: the first 32 bits of the key's SHA-256.
-create function public.event_key_hash(key text) returns bigint
-language sql immutable strict parallel safe
-return ('x' || left(encode(sha256(convert_to(key, 'UTF8')), 'hex'), 8))::bit(32)::bigint;
+-- the log's own table: end
 
 -- The ids of events that were appended once, as long as the event is retained.
 create table public.event_ids (
@@ -203,7 +205,7 @@ language plpgsql
 as $function$
 declare
     reads constant text := current_setting('eventlog.log', true);
-    mine  constant text := tg_table_schema || '.' || regexp_replace(tg_table_name, '_[a-z]+$', '');
+    mine  constant text := coalesce(tg_argv[1], tg_table_schema || '.' || regexp_replace(tg_table_name, '_[a-z]+$', ''));
 begin
     if reads = mine or reads = mine || ' staged' and tg_argv[0] = 'log' then
         raise exception 'a consumer may not append to the log that it reads (%.%)', tg_table_schema, tg_table_name
@@ -217,8 +219,10 @@ $function$;
 create trigger event_refuse_append before insert on public.event_outbox
     for each statement execute function public.event_refuse_append('outbox');
 
+-- the log's own trigger: begin
 create trigger event_refuse_append before insert on public.event_log
     for each statement execute function public.event_refuse_append('log');
+-- the log's own trigger: end
 
 -- A cursor: how far one consumer has got with one topic ('' = all topics) of one shard ('' = unsharded).
 create table public.event_consumer_cursors (
