@@ -25,6 +25,9 @@ func refuse(format string, args ...any) error {
 }
 
 // Order is what a change by hand comes with. By and Reason are recorded with it.
+//
+// A change is a transaction of its own, or a savepoint of the one that it is given; that one keeps the timeouts that the
+// change has set.
 type Order struct {
 	By     string // who makes the change; required
 	Reason string // why

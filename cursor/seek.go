@@ -14,6 +14,8 @@ const sqlSeekTime = `select min(l.seq) from public.event_log l where l.occurred_
 // is under way, at most ten seconds ([LockedError]), ends the cursor's standing failure, wakes the consumer, and
 // records who did it and why. Events that are skipped by it are not handled; events that come again are handled again.
 //
+// What is parked stays parked, also where it comes again.
+//
 // What is outside the log is refused with [ErrRefused]. A time reads the log once; where no event is that young, it is
 // the head. It is the way on for a cursor that is ahead of its log.
 func Seek(ctx context.Context, db Beginner, log *Log, key Key, to Start, order Order) (Change, error) {

@@ -123,6 +123,10 @@ where h.first <= h.last
 order by h.first
 limit $3`
 
+const sqlVerifyRepeats = `
+select l.seq, count(*) from public.event_log l where l.seq >= $1 and l.seq <= $2
+group by l.seq having count(*) > 1 order by l.seq limit $3`
+
 // Verify proves the log: that every number from its oldest event to its newest is there once, that the counter is the
 // highest, that no cursor is outside and each has passed the event that is there now, and that what is recorded as lost
 // is. What it finds is in the verdict; an error means that it could not look.
@@ -184,14 +188,12 @@ func verifyNumbers(ctx context.Context, db Querier, log *Log, v *Verdict, first,
 		return err
 	}
 	v.Events += events
-	wanted := last - first + 1
-	if unique && events == wanted && lowest == first && highest == last {
+	if unique && events == last-first+1 && lowest == first && highest == last {
 		return nil
 	}
 	rows, _ = db.Query(ctx, log.Render(sqlVerifyHoles), first, last, maxFaults+1)
-	var from, to, oldest, missing int64
+	var from, to, oldest int64
 	_, err := pgx.ForEachRow(rows, []any{&from, &to, &oldest}, func() error {
-		missing += to - from + 1
 		if oldest == 0 || to < oldest {
 			return nil // removed since
 		}
@@ -199,10 +201,15 @@ func verifyNumbers(ctx context.Context, db Querier, log *Log, v *Verdict, first,
 		v.fault(Fault{Kind: FaultHole, First: from, Last: to, Text: holeText(from, to)})
 		return nil
 	})
-	if err == nil && events > wanted-missing {
-		v.fault(Fault{Kind: FaultDuplicate, First: first, Last: last,
-			Text: fmt.Sprintf("between %d and %d there are %d events, but only %d numbers", first, last, events, wanted-missing)})
+	if err != nil || unique {
+		return err
 	}
+	var seq, times int64
+	rows, _ = db.Query(ctx, log.Render(sqlVerifyRepeats), first, last, maxFaults+1)
+	_, err = pgx.ForEachRow(rows, []any{&seq, &times}, func() error {
+		v.fault(Fault{Kind: FaultDuplicate, First: seq, Last: seq, Text: fmt.Sprintf("number %d is there %d times", seq, times)})
+		return nil
+	})
 	return err
 }
 

@@ -1,6 +1,7 @@
 package cursor_test
 
 import (
+	"context"
 	"fmt"
 	"testing"
 
@@ -77,7 +78,7 @@ func TestPlantedFaultsAreFound(t *testing.T) {
 			"delete from event_consumer_losses", []string{"loss gone 5-6", "loss push 5-6", "loss push 299999-300001"}},
 		{"alter table event_log drop constraint event_log_pkey; update event_log set seq = 9 where seq = 8",
 			"update event_log set seq = 8 where ctid = (select min(ctid) from event_log where seq = 9); alter table event_log add primary key (seq)",
-			[]string{"not_unique  0-0", "hole  8-8", "duplicate  1-100000"}},
+			[]string{"not_unique  0-0", "hole  8-8", "duplicate  9-9"}},
 		{"delete from event_log where seq <= 4", "insert into event_log (seq, occurred_at, recorded_at, topic, uuid, payload, metadata) select i, now(), now(), 'orders', i::text, '', '{}' from generate_series(1, 4) i",
 			[]string{"cursor_behind push@orders 1-4"}},
 	} {
@@ -112,4 +113,36 @@ func TestVerdictHoldsAThousandFaultsAndSaysSo(t *testing.T) {
 	require.Len(t, v.Faults, 1000)
 	require.True(t, v.Truncated)
 	require.Equal(t, int64(2500), v.Events)
+}
+
+// What is appended, and what retention removes, between two of its statements is no fault.
+func TestLogIsVerifiedWhileItChanges(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	fill(t, db, 210_000)
+	stop, changing := make(chan struct{}), make(chan error, 1)
+	conn := db.Conn(t)
+	go func() {
+		for i := 1; ; i++ {
+			select {
+			case <-stop:
+				changing <- nil
+				return
+			default:
+			}
+			_, err := conn.PgConn().Exec(context.Background(), fmt.Sprintf(`insert into event_outbox (topic) select 'orders' from generate_series(1, 100);
+				delete from event_log where seq <= %d`, i*100)).ReadAll()
+			if err != nil {
+				changing <- err
+				return
+			}
+		}
+	}()
+	for range 20 {
+		v := verify(t, db)
+		require.Empty(t, faults(v))
+	}
+	close(stop)
+	require.NoError(t, <-changing)
+	require.Greater(t, verify(t, db).First, int64(1))
 }

@@ -42,7 +42,7 @@ func (p *program) change(o *changes, f func(ctx context.Context, db *pgx.Conn, a
 			return err
 		}
 		j := changeJSON{newKeyJSON(c.Cursor), c.Action, c.From, c.To, c.Events, c.By, c.Reason, c.At.UTC(), c.DryRun}
-		return p.print(j, func(w io.Writer) { fmt.Fprintln(w, changeText(c)) })
+		return p.print(j, func(w io.Writer) { fmt.Fprintln(w, printable(changeText(c))) })
 	})
 	return func(c *cobra.Command, args []string) error {
 		if strings.TrimSpace(o.order.Reason) == "" && !o.order.DryRun {
