@@ -18,6 +18,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/migrations"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
@@ -478,12 +479,26 @@ func TestAnotherLogIsMigratedAndLookedAt(t *testing.T) {
 	require.Empty(t, out)
 }
 
-func TestVerbsRunInEveryExecMode(t *testing.T) {
+func TestVerbsRunInEveryExecModeAndOnEveryLog(t *testing.T) {
 	t.Parallel()
-	for _, mode := range []string{"cache_describe", "describe_exec", "exec", "simple_protocol"} {
+	for _, mode := range []string{"cache_describe", "describe_exec", "exec", "simple_protocol", "another log"} {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
-			db := newPrepared(t)
+			var db *pgtest.DB
+			var flags []string
+			if mode != "another log" {
+				db = newPrepared(t)
+				flags = []string{"--database", db.URL() + "&default_query_exec_mode=" + mode}
+			} else {
+				db = pgtest.New(t)
+				log, err := cursor.NewLog(cursor.LogConfig{Name: "Shop's", Channel: "x"})
+				require.NoError(t, err)
+				flags = []string{"--log", "Shop's", "--channel", "x"}
+				_, err = migrations.Up(t.Context(), db.Conn(t), log)
+				require.NoError(t, err)
+				_, err = db.Conn(t).PgConn().Exec(t.Context(), log.Render(prepared)).ReadAll()
+				require.NoError(t, err)
+			}
 			for _, args := range [][]string{
 				{"migrate", "status"}, {"migrate", "up"}, {"status", "push", "mail@orders"}, {"event", "4", "push"}, {"verify"},
 				{"tail", "--from", "2026-01-31T15:04:05Z", "--payload", "--topic", "orders", "--limit", "2"},
@@ -494,7 +509,7 @@ func TestVerbsRunInEveryExecMode(t *testing.T) {
 				{"losses", "list", "mail@orders"}, {"losses", "settle", "mail@orders", "--reason", "r"}, {"interventions", "push"},
 				{"redact", "5", "--reason", "r"},
 			} {
-				code, out, errors := call(t, db, append(args, "--database", db.URL()+"&default_query_exec_mode="+mode)...)
+				code, out, errors := call(t, db, append(args, flags...)...)
 				require.Equal(t, []any{exitOK, ""}, []any{code, errors}, "%v", args)
 				require.NotEmpty(t, out)
 			}
