@@ -99,7 +99,7 @@ func (e *AheadError) Error() string {
 		found = "the log's tail was lost and written anew"
 	}
 	return fmt.Sprintf("cursor at seq %d is ahead of the log: %s; was the database restored? move the cursor to where this "+
-		"consumer should go on (cursor.Seek)", e.Position, found)
+		"consumer should go on (cursor.Seek, or eventlog seek)", e.Position, found)
 }
 
 // Is makes an AheadError an ErrCursorAhead.

@@ -42,6 +42,46 @@ func shown(part string) string {
 	return part
 }
 
+// ParseKey reads what [Key.String] shows.
+func ParseKey(name string) (Key, error) {
+	var k Key
+	rest, err := name, error(nil)
+	if k.Consumer, rest, err = shownPart(rest); err == nil && strings.HasPrefix(rest, "@") {
+		if k.Topic, rest, err = shownPart(rest[1:]); k.Topic == "" && err == nil {
+			err = errors.New(`no topic behind "@"`)
+		}
+	}
+	if err == nil && strings.HasPrefix(rest, "#") {
+		if k.Shard, rest, err = shownPart(rest[1:]); k.Shard == "" && err == nil {
+			err = errors.New(`no shard behind "#"`)
+		}
+	}
+	if err == nil && rest != "" {
+		err = fmt.Errorf("%q is more than a name, a topic and a shard", rest)
+	}
+	if err = errors.Join(err, k.Validate()); err != nil {
+		return Key{}, fmt.Errorf(`cursor %q: %w: write consumer, consumer@topic or consumer@topic#shard, a part with @, # or " as a quoted string`, name, err)
+	}
+	return k, nil
+}
+
+// shownPart takes the first part off a shown name.
+func shownPart(name string) (part, rest string, err error) {
+	if strings.HasPrefix(name, `"`) {
+		quoted, err := strconv.QuotedPrefix(name)
+		if err != nil {
+			return "", "", errors.New("a quote is not closed")
+		}
+		part, err = strconv.Unquote(quoted)
+		return part, name[len(quoted):], err
+	}
+	end := strings.IndexAny(name, `@#"`)
+	if end < 0 {
+		end = len(name)
+	}
+	return name[:end], name[end:], nil
+}
+
 // Validate returns all that is wrong with the key.
 func (k Key) Validate() error {
 	var errs []error

@@ -83,16 +83,17 @@ with asked as (
 ), noted as (
     insert into public.event_consumer_interventions (consumer, topic, shard, action, from_seq, to_seq, by, reason)
     select $1, $2, $3, 'replay', seq, seq, $5, $6 from asked
+    returning at
 ), woken as (
     select pg_notify('event_log', '') from asked
 )
-select seq from asked, woken`
+select at from noted, woken`
 
 // Replay asks for another attempt at a parked event. The consumer's own process takes the request between two
 // rounds: the handler's writes, its jobs and the row's end are one transaction. A replay that fails leaves the
 // event parked, without the request. Later events, also those of the same key, were handled meanwhile.
-func Replay(ctx context.Context, db Querier, log *Log, key Key, seq int64, by, reason string) error {
-	return onParked(ctx, db, log, sqlReplay, "replay", key, seq, by, reason)
+func Replay(ctx context.Context, db Beginner, log *Log, key Key, seq int64, order Order) (Change, error) {
+	return onParked(ctx, db, log, sqlReplay, "replay", key, seq, order)
 }
 
 const sqlDiscard = `
@@ -103,27 +104,31 @@ with gone as (
 ), noted as (
     insert into public.event_consumer_interventions (consumer, topic, shard, action, from_seq, to_seq, by, reason)
     select $1, $2, $3, 'discard', seq, seq, $5, $6 from gone
+    returning at
 )
-select seq from gone`
+select at from noted`
 
 // Discard gives a parked event up: its copy is deleted, and who did it and why is recorded.
-func Discard(ctx context.Context, db Querier, log *Log, key Key, seq int64, by, reason string) error {
-	return onParked(ctx, db, log, sqlDiscard, "discard", key, seq, by, reason)
+func Discard(ctx context.Context, db Beginner, log *Log, key Key, seq int64, order Order) (Change, error) {
+	return onParked(ctx, db, log, sqlDiscard, "discard", key, seq, order)
 }
 
-func onParked(ctx context.Context, db Querier, log *Log, sql, verb string, key Key, seq int64, by, reason string) error {
-	if err := key.Validate(); err != nil {
-		return fmt.Errorf("%s event %d of cursor %q: %w", verb, seq, key, err)
+func onParked(ctx context.Context, db Beginner, log *Log, sql, action string, key Key, seq int64, order Order) (Change, error) {
+	change := Change{Cursor: key, Action: action, From: seq, To: seq, Events: 1, By: order.By, Reason: order.Reason, DryRun: order.DryRun}
+	err := errors.Join(key.Validate(), order.validate())
+	if err == nil {
+		err = rehearse(ctx, db, order.DryRun, func(tx pgx.Tx) error {
+			err := tx.QueryRow(ctx, log.Render(sql), key.Consumer, key.Topic, key.Shard, seq, order.By, order.Reason).Scan(&change.At)
+			if errors.Is(err, pgx.ErrNoRows) {
+				return ErrNotParked
+			}
+			return err
+		})
 	}
-	rows, _ := db.Query(ctx, log.Render(sql), key.Consumer, key.Topic, key.Shard, seq, by, reason)
-	_, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
-	switch {
-	case errors.Is(err, pgx.ErrNoRows):
-		return fmt.Errorf("%s event %d of cursor %q: %w", verb, seq, key, ErrNotParked)
-	case err != nil:
-		return fmt.Errorf("%s event %d of cursor %q: %w", verb, seq, key, explainMissingTables(log, err))
+	if err != nil {
+		return Change{}, fmt.Errorf("%s event %d of cursor %q: %w", action, seq, key, explainMissingTables(log, err))
 	}
-	return nil
+	return change, nil
 }
 
 // The copy is the one that the round holds: retention may have removed the log's meanwhile.

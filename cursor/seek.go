@@ -2,62 +2,78 @@ package cursor
 
 import (
 	"context"
-	"errors"
 	"fmt"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 )
 
-const sqlSeekLock = `
-select c.last_seq, s.last_seq from public.event_consumer_cursors c cross join public.event_seq s
-where c.consumer = $1 and c.topic = $2 and c.shard = $3
-for update of c`
+const sqlSeekTime = `select min(l.seq) from public.event_log l where l.occurred_at >= $1`
 
-const sqlSeek = `
-with gone as (
-    delete from public.event_consumer_failures f where f.consumer = $1 and f.topic = $2 and f.shard = $3
-), unmarked as (
-    delete from public.event_consumer_marks m where m.consumer = $1 and m.topic = $2 and m.shard = $3
-), noted as (
-    insert into public.event_consumer_interventions (consumer, topic, shard, action, from_seq, to_seq, by, reason)
-    values ($1, $2, $3, 'seek', $4, $5, $6, $7)
-)
-update public.event_consumer_cursors c set
-    last_seq = $5, occurred_seq = $5,
-    last_occurred_at = (select l.occurred_at from public.event_log l where l.seq = $5 limit 1),
-    moved_at = clock_timestamp(), moved_by = $6
-where c.consumer = $1 and c.topic = $2 and c.shard = $3`
-
-// Seek moves a cursor by hand: the next event that its consumer handles is the one behind position. It waits for
-// a round that is under way, at most ten seconds, ends the cursor's standing failure, and records who did it and
-// why. Events that are skipped by it are not handled; events that come again are handled again.
+// Seek moves a cursor by hand: its consumer goes on at to, as a new one would start there. It waits for a round that
+// is under way, at most ten seconds ([LockedError]), ends the cursor's standing failure, wakes the consumer, and
+// records who did it and why. Events that are skipped by it are not handled; events that come again are handled again.
 //
-// It is the way on for a cursor that is ahead of its log.
-func Seek(ctx context.Context, db Beginner, log *Log, key Key, position int64, by, reason string) error {
-	if err := key.Validate(); err != nil {
-		return fmt.Errorf("seek cursor %q: %w", key, err)
-	}
-	err := InReadCommitted(ctx, db, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, "select set_config('lock_timeout', '10s', true)"); err != nil {
-			return err
+// What is parked stays parked, also where it comes again.
+//
+// What is outside the log is refused with [ErrRefused]. A time reads the log once; where no event is that young, it is
+// the head. It is the way on for a cursor that is ahead of its log.
+func Seek(ctx context.Context, db Beginner, log *Log, key Key, to Start, order Order) (Change, error) {
+	return operate(ctx, db, log, "seek", key, order, func(tx pgx.Tx, c *standing) (Change, error) {
+		if err := to.Validate(); err != nil {
+			return Change{}, err
 		}
-		var from, head int64
-		switch err := tx.QueryRow(ctx, log.Render(sqlSeekLock), key.Consumer, key.Topic, key.Shard).Scan(&from, &head); {
-		case errors.Is(err, pgx.ErrNoRows):
-			return ErrCursorMissing
-		case err != nil:
-			return err
+		position := c.head
+		switch to.kind {
+		case "beginning":
+			position = c.lowest - 1
+		case "seq":
+			position = to.seq - 1
+		case "time":
+			first, err := firstAt(ctx, tx, log, to.at)
+			if err != nil {
+				return Change{}, err
+			}
+			if first != nil {
+				position = *first - 1
+			}
 		}
-		if position < 0 || position > head {
-			return fmt.Errorf("position %d is outside the log, which goes from 0 (its beginning) to %d (its head)", position, head)
+		switch {
+		case position > c.head:
+			return Change{}, refuse("seq %d is outside the log, whose head is %d: the next event will be %d", position+1, c.head, c.head+1)
+		case position < c.lowest-1:
+			return Change{}, refuse("event %d is not in the log any more, whose oldest is %d: seek to the beginning", position+1, c.lowest)
 		}
-		_, err := tx.Exec(ctx, log.Render(sqlSeek), key.Consumer, key.Topic, key.Shard, from, position, by, reason)
-		return err
+		return moveByHand(ctx, tx, log, "seek", c, position, order)
 	})
-	if err != nil {
-		return fmt.Errorf("seek cursor %q: %w", key, explainMissingTables(log, err))
+}
+
+func firstAt(ctx context.Context, tx pgx.Tx, log *Log, at time.Time) (first *int64, err error) {
+	err = tx.QueryRow(ctx, log.Render(sqlSeekTime), at).Scan(&first)
+	return first, err
+}
+
+const sqlPositionOf = `
+select case $1::text
+    when 'seq' then $2::bigint - 1
+    when 'beginning' then coalesce((select min(l.seq) - 1 from public.event_log l), s.last_seq)
+    when 'time' then coalesce((select min(l.seq) - 1 from public.event_log l where l.occurred_at >= $3::timestamptz), s.last_seq)
+    else s.last_seq end
+from public.event_seq s
+limit 1`
+
+// PositionOf is the position from which a reader starts there. It is not checked whether the log has such an event. A
+// time reads the log once.
+func PositionOf(ctx context.Context, db Querier, log *Log, start Start) (int64, error) {
+	if err := start.Validate(); err != nil {
+		return 0, err
 	}
-	return nil
+	rows, _ := db.Query(ctx, log.Render(sqlPositionOf), start.kind, start.seq, start.at)
+	position, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
+	if err != nil {
+		return 0, fmt.Errorf("position of %s: %w", start, explainMissingTables(log, err))
+	}
+	return position, nil
 }
 
 // InReadCommitted runs f in a transaction in which each statement sees what was committed before it, whatever the

@@ -250,8 +250,10 @@ func TestCursorAheadStandsUntilItIsMoved(t *testing.T) {
 			require.Len(t, s.logger.Lines("", "error"), 1)
 
 			key := cursor.Key{Consumer: "push"}
-			require.ErrorContains(t, cursor.Seek(t.Context(), s.pool, nil, key, 53, "me", ""), "52 (its head)")
-			require.NoError(t, cursor.Seek(t.Context(), s.pool, nil, key, 30, "me", "restored"))
+			_, err := cursor.Seek(t.Context(), s.pool, nil, key, cursor.FromSeq(54), cursor.Order{By: "me"})
+			require.ErrorContains(t, err, "whose head is 52")
+			_, err = cursor.Seek(t.Context(), s.pool, nil, key, cursor.FromSeq(31), cursor.Order{By: "me", Reason: "restored"})
+			require.NoError(t, err)
 			waitPosition(t, db, "push", 52)
 			require.Len(t, effects(t, db, "push"), 50+22)
 			require.Equal(t, "50 30 me restored", pgtest.Value[string](t, db,
@@ -320,7 +322,8 @@ func TestLossIsLoggedOnceAlsoWhenTheNextEventFails(t *testing.T) {
 	waitPosition(t, db, "push", 400)
 	require.NoError(t, s.router.Close())
 	db.Exec(t, "truncate effects")
-	require.NoError(t, cursor.Seek(t.Context(), s.pool, nil, cursor.Key{Consumer: "push"}, 100, "test", ""))
+	_, err := cursor.Seek(t.Context(), s.pool, nil, cursor.Key{Consumer: "push"}, cursor.FromSeq(101), cursor.Order{By: "test"})
+	require.NoError(t, err)
 	db.Exec(t, "delete from event_log where seq <= 300")
 
 	var attempts atomic.Int64

@@ -92,7 +92,7 @@ func TestEventIsParkedAfterItsAttempts(t *testing.T) {
 			db.Exec(t, "delete from event_log where seq = 4")
 
 			// A replay that fails leaves it parked, one that succeeds is its end.
-			require.NoError(t, cursor.Replay(t.Context(), s.pool, nil, key, 4, "me", "to see"))
+			require.NoError(t, s.replay(key, 4, "to see"))
 			s.logger.Wait(t, t.Context(), 1, "event consumer failed to replay")
 			require.Eventually(t, func() bool {
 				list, err = cursor.ListParked(t.Context(), s.pool, nil, key, 0, 10)
@@ -100,17 +100,23 @@ func TestEventIsParkedAfterItsAttempts(t *testing.T) {
 			}, 20*time.Second, 5*time.Millisecond)
 			require.Equal(t, without(upTo(8), 4), effects(t, db, "push"))
 			mended.Store(true)
-			require.NoError(t, cursor.Replay(t.Context(), s.pool, nil, key, 4, "me", "mended"))
+			require.NoError(t, s.replay(key, 4, "mended"))
 			s.logger.Wait(t, t.Context(), 1, "event consumer replayed")
 			require.Equal(t, upTo(8), effects(t, db, "push"))
 			require.Equal(t, int64(16), jobCount(t, db))
 			require.Empty(t, parked(t, db))
 			require.Equal(t, int64(8), position(t, db, "push"))
-			require.ErrorIs(t, cursor.Replay(t.Context(), s.pool, nil, key, 4, "me", "again"), cursor.ErrNotParked)
+			require.ErrorIs(t, s.replay(key, 4, "again"), cursor.ErrNotParked)
 			require.Equal(t, []string{"replay 4 me to see", "replay 4 me mended"}, pgtest.Column[string](t, db,
 				"select action || ' ' || to_seq || ' ' || by || ' ' || reason from event_consumer_interventions where action <> 'create' order by id"))
 		})
 	}
+}
+
+// replay asks for a replay.
+func (s *service) replay(key cursor.Key, seq int64, reason string) error {
+	_, err := cursor.Replay(s.t.Context(), s.pool, nil, key, seq, cursor.Order{By: "me", Reason: reason})
+	return err
 }
 
 func TestParkedEventIsDiscarded(t *testing.T) {
@@ -121,8 +127,10 @@ func TestParkedEventIsDiscarded(t *testing.T) {
 	s := start(t, db, map[string]handler{"push": poison(2, &mended, errors.New("no"))}, parkAfter(1))
 	waitPosition(t, db, "push", 3)
 	key := cursor.Key{Consumer: "push"}
-	require.NoError(t, cursor.Discard(t.Context(), s.pool, nil, key, 2, "me", "of no use"))
-	require.ErrorIs(t, cursor.Discard(t.Context(), s.pool, nil, key, 2, "me", "again"), cursor.ErrNotParked)
+	_, err := cursor.Discard(t.Context(), s.pool, nil, key, 2, cursor.Order{By: "me", Reason: "of no use"})
+	require.NoError(t, err)
+	_, err = cursor.Discard(t.Context(), s.pool, nil, key, 2, cursor.Order{By: "me", Reason: "again"})
+	require.ErrorIs(t, err, cursor.ErrNotParked)
 	require.Empty(t, parked(t, db))
 	require.Equal(t, int64(1), pgtest.Value[int64](t, db, "select count(*) from event_consumer_interventions where action = 'discard' and reason = 'of no use'"))
 }
@@ -243,13 +251,13 @@ func TestReplayNeedsItsRoundToo(t *testing.T) {
 	// The job cannot be written: effect, job and the row's end are one.
 	db.Exec(t, "alter table watermill_jobs add constraint no check (false) not valid")
 	key := cursor.Key{Consumer: "push"}
-	require.NoError(t, cursor.Replay(t.Context(), s.pool, nil, key, 1, "me", ""))
+	require.NoError(t, s.replay(key, 1, ""))
 	lines := s.logger.Wait(t, t.Context(), 1, "event consumer failed to replay")
 	require.Equal(t, "23514", lines[0].Fields["error.type"])
 	require.Equal(t, []int64{2}, effects(t, db, "push"))
 	db.Exec(t, "alter table watermill_jobs drop constraint no")
 	require.Eventually(t, func() bool { return strings.HasPrefix(parked(t, db)[0], "1 23514") }, 20*time.Second, 5*time.Millisecond)
-	require.NoError(t, cursor.Replay(t.Context(), s.pool, nil, key, 1, "me", ""))
+	require.NoError(t, s.replay(key, 1, ""))
 	s.logger.Wait(t, t.Context(), 1, "event consumer replayed")
 	require.Equal(t, upTo(2), effects(t, db, "push"))
 }

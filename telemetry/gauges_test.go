@@ -140,7 +140,8 @@ func TestCursorAheadOfTheLogHasNoLag(t *testing.T) {
 	require.NoError(t, err)
 	requireAhead()
 
-	require.NoError(t, cursor.Seek(t.Context(), db.Conn(t), nil, key("ahead"), 7, "test", ""))
+	_, err = cursor.Seek(t.Context(), db.Conn(t), nil, key("ahead"), cursor.FromSeq(8), cursor.Order{By: "test"})
+	require.NoError(t, err)
 	p := m.collect(t)
 	require.Empty(t, p[problem])
 	require.Zero(t, p[lag]["ahead@orders"])

@@ -63,20 +63,25 @@ func move(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
 		where consumer = $1 and topic = $2 and shard = $3`, key.Consumer, key.Topic, key.Shard, seq)
 }
 
+var me = cursor.Order{By: "me", Reason: "test"}
+
 // seek moves the cursor as an operator does.
 func seek(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
 	t.Helper()
-	require.NoError(t, cursor.Seek(t.Context(), db.Conn(t), nil, key, seq, "me", "test"))
+	_, err := cursor.Seek(t.Context(), db.Conn(t), nil, key, cursor.FromSeq(seq+1), me)
+	require.NoError(t, err)
 }
 
 func discard(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
 	t.Helper()
-	require.NoError(t, cursor.Discard(t.Context(), db.Conn(t), nil, key, seq, "me", "test"))
+	_, err := cursor.Discard(t.Context(), db.Conn(t), nil, key, seq, me)
+	require.NoError(t, err)
 }
 
 func replay(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
 	t.Helper()
-	require.NoError(t, cursor.Replay(t.Context(), db.Conn(t), nil, key, seq, "me", "test"))
+	_, err := cursor.Replay(t.Context(), db.Conn(t), nil, key, seq, me)
+	require.NoError(t, err)
 }
 
 func fail(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64, errorType string) {

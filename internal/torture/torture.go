@@ -202,7 +202,7 @@ order by random() limit 1`
 		var seq int64
 		err := r.pool.QueryRow(ctx, curable, parkAfter).Scan(&seq)
 		if err == nil {
-			err = cursor.Replay(ctx, r.pool, nil, cursor.Key{Consumer: parking}, seq, "torture", "")
+			_, err = cursor.Replay(ctx, r.pool, nil, cursor.Key{Consumer: parking}, seq, cursor.Order{By: "torture"})
 		}
 		if err == nil {
 			r.report.count(&r.report.Replays)
