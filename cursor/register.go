@@ -133,6 +133,9 @@ func Ensure(ctx context.Context, db Beginner, log *Log, by string, registrations
 		if err := exec(ctx, tx, sqlEnsureBounds); err != nil {
 			return err
 		}
+		if err := log.checkTable(ctx, tx); err != nil {
+			return err
+		}
 		rows, _ := tx.Query(ctx, log.Render(sqlEnsure), consumers, topics, shards, starts, seqs, times, by)
 		var err error
 		created, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c Created, err error) {

@@ -1,6 +1,7 @@
 package cursor
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -25,7 +26,7 @@ type TableConfig struct {
 	// The columns. An empty name is that of the field in snake case (occurred_at). Seq is a bigint, unique, not null and
 	// without a default; OccurredAt and RecordedAt are timestamptz and not null; Topic, Key and UUID are text or
 	// varchar. Those from RecordedAt on may be [NoColumn]: then an event is recorded when it occurred, has no key, its
-	// number as UUID, and no metadata, and what is appended with another one is refused.
+	// number as UUID, and no metadata. Package publisher refuses a key and metadata for which there is no column.
 	Seq, OccurredAt, Topic, Payload string
 	RecordedAt, Key, UUID, Metadata string
 
@@ -72,13 +73,13 @@ func newTable(c TableConfig) (*table, error) {
 		setDefault(column.value, column.to)
 		if *column.value == NoColumn {
 			if column.required {
-				errs = append(errs, fmt.Errorf("Table.%s: a log needs this column", column.setting))
+				errs = append(errs, fmt.Errorf("column Table.%s is one that a log needs", column.setting))
 			}
 			continue
 		}
 		errs = append(errs, checkName("Table."+column.setting, *column.value, maxIdentifier))
 		if other := seen[*column.value]; other != "" {
-			errs = append(errs, fmt.Errorf("Table.%s and Table.%s are one column (%q)", other, column.setting, *column.value))
+			errs = append(errs, fmt.Errorf("columns Table.%s and Table.%s are the same (%q)", other, column.setting, *column.value))
 		}
 		seen[*column.value] = column.setting
 	}
@@ -93,7 +94,7 @@ func newTable(c TableConfig) (*table, error) {
 	} {
 		setDefault(of.value, of.types[0])
 		if !slices.Contains(of.types, *of.value) {
-			errs = append(errs, fmt.Errorf("Table.%s %q is none of %s", of.setting, *of.value, strings.Join(of.types, ", ")))
+			errs = append(errs, fmt.Errorf("type Table.%s %q is none of %s", of.setting, *of.value, strings.Join(of.types, ", ")))
 		}
 	}
 	return &table{c, pgx.Identifier{c.Schema, c.Name}.Sanitize()}, errors.Join(errs...)
@@ -101,13 +102,43 @@ func newTable(c TableConfig) (*table, error) {
 
 func (t *table) column(name string) string { return "t." + pgx.Identifier{name}.Sanitize() }
 
-// Existing tells whether the log is an existing table, and of which type its payload column is: bytea, json, jsonb or
-// text.
-func (l *Log) Existing() (payloadType string, existing bool) {
+// Existing returns the configuration of the existing table that is the log, with its defaults, if it is one.
+func (l *Log) Existing() (config TableConfig, existing bool) {
 	if t := l.orDefault().table; t != nil {
-		return t.PayloadType, true
+		return t.TableConfig, true
 	}
-	return "bytea", false
+	return TableConfig{}, false
+}
+
+// The migration has checked more; this is what somebody may have changed since.
+const sqlCheckTable = `
+select s.last_seq, coalesce((select max(l.seq) from public.event_log l), 0), coalesce((
+    select a.atthasdef or a.attidentity <> '' from pg_attribute a
+    where a.attrelid = to_regclass($1) and a.attname = $2 and not a.attisdropped), true)
+from public.event_seq s`
+
+// ErrLogTable is returned when an existing table is not fit to be the log any more.
+var ErrLogTable = errors.New("the table is not fit to be the log")
+
+// checkTable looks whether an existing table is still what the migration has found.
+func (l *Log) checkTable(ctx context.Context, tx pgx.Tx) error {
+	t := l.orDefault().table
+	if t == nil {
+		return nil
+	}
+	var counter, highest int64
+	var numbered bool
+	if err := tx.QueryRow(ctx, l.Render(sqlCheckTable), t.name, t.Seq).Scan(&counter, &highest, &numbered); err != nil {
+		return err
+	}
+	switch {
+	case numbered:
+		return fmt.Errorf("%w: column %q of %s has a default, or is gone: the log's numbers come from its counter alone; drop the default", ErrLogTable, t.Seq, t.name)
+	case highest > counter || highest < counter && highest > 0:
+		return fmt.Errorf("%w: the highest number of %s is %d, and the counter %s is at %d: somebody has written one without the other; "+
+			"make the counter what the highest number is, once nobody appends", ErrLogTable, t.name, highest, l.Table("seq"), counter)
+	}
+	return nil
 }
 
 // ExistingTable is what stands in the migrations for the table of the log, where that is an existing one, and for the
@@ -173,7 +204,7 @@ func (l *Log) ExistingTable() (tableSQL, triggerSQL string) {
 do $existing$
 declare
     of constant regclass := to_regclass(%[1]s);
-    found record;
+    col   record;
 begin
     if of is null then
         raise exception 'the table %% that is to be the log does not exist', %[1]s using errcode = 'undefined_table';
@@ -182,22 +213,22 @@ begin
         exists (
             select from pg_index i where i.indrelid = of and i.indisunique and i.indimmediate and i.indpred is null
                 and i.indnkeyatts = 1 and i.indkey[0] = a.attnum) as single
-    into found
+    into col
     from pg_attribute a where a.attrelid = of and a.attname = %[2]s and a.attnum > 0 and not a.attisdropped;
     if not found then
         raise exception 'the log %% has no column %%: name it by Table.Seq', of, %[2]s using errcode = 'undefined_column';
-    elsif found.numbered then
-        raise exception 'the numbers of the log %% come from a sequence (column %%): they have gaps where transactions were rolled back, and are seen in another order than they were given', of, found.attname
+    elsif col.numbered then
+        raise exception 'the numbers of the log %% come from a sequence (column %%): they have gaps where transactions were rolled back, and are seen in another order than they were given', of, col.attname
             using errcode = 'invalid_table_definition', hint = 'renumber the events without a gap, keep the old number in a column of its own, and drop the default or identity';
-    elsif found.type <> 'bigint' or not found.attnotnull or not found.single then
-        raise exception 'the numbers of the log %% (column %%) must be of type bigint, not null and unique by an index of their own', of, found.attname
+    elsif col.type <> 'bigint' or not col.attnotnull or not col.single then
+        raise exception 'the numbers of the log %% (column %%) must be of type bigint, not null and unique by an index of their own', of, col.attname
             using errcode = 'invalid_table_definition';
     end if;
-    for found in
+    for col in
         select a.attname, format_type(a.atttypid, -1) as type from pg_attribute a
         where a.attrelid = of and a.attname in (%[14]s) and (a.atttypid <> 'timestamptz'::regtype or not a.attnotnull)
     loop
-        raise exception 'column %% of the log %% is not a timestamptz that is not null, but of type %%', found.attname, of, found.type
+        raise exception 'column %% of the log %% is not a timestamptz that is not null, but of type %%', col.attname, of, col.type
             using errcode = 'invalid_table_definition', hint = 'alter the column: using ... at time zone says which zone its times were of';
     end loop;
 end
@@ -231,7 +262,8 @@ returning %[10]s;
 
 -- What an operator redacts.
 create rule %[11]s as on update to %[3]s do instead
-update %[5]s t set %[12]s where %[13]s = old.seq;
+update %[5]s t set %[12]s where %[13]s = old.seq
+returning %[10]s;
 `,
 		literal(t.name), literal(t.Seq), view, strings.Join(list, ",\n    "), t.name, l.Table("seq"),
 		pgx.Identifier{l.name + "_log_append"}.Sanitize(), strings.Join(names, ", "), strings.Join(values, ", "), strings.Join(shown, ", "),

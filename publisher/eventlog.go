@@ -3,12 +3,14 @@ package publisher
 import (
 	"context"
 	"database/sql"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
@@ -278,8 +280,35 @@ func (p *EventLog) event(topic string, msg *message.Message) (event, string) {
 		}
 	}
 	var reason string
-	e.metadata, reason = metadataJSON(msg.Metadata, "jsonb")
-	return e, reason
+	if e.metadata, reason = metadataJSON(msg.Metadata, "jsonb"); reason != "" {
+		return e, reason
+	}
+	return e, p.tableReason(e, len(msg.Metadata))
+}
+
+// tableReason is why an existing table that is the log cannot hold an event.
+func (p *EventLog) tableReason(e event, metadata int) string {
+	table, existing := p.config.Log.Existing()
+	if !existing {
+		return ""
+	}
+	switch {
+	case table.Key == cursor.NoColumn && e.key != nil:
+		return "it has a key, and the log's table has no column for it"
+	case table.Metadata == cursor.NoColumn && metadata > 0:
+		return "it has metadata, and the log's table has no column for it"
+	case table.UUIDType == "uuid" && table.UUID != cursor.NoColumn && uuid.Validate(e.uuid) != nil:
+		return "its id is not a UUID, and the column of the log's table is"
+	case table.PayloadType == "bytea":
+		return ""
+	case table.PayloadType == "text":
+		return textReason("its payload", string(e.payload))
+	case len(e.payload) == 0:
+		return "its payload is empty, and the column of the log's table is " + table.PayloadType
+	case !json.Valid(e.payload):
+		return "its payload is not JSON, and the column of the log's table is " + table.PayloadType
+	}
+	return payloadReason(e.payload, table.PayloadType)
 }
 
 func (p *EventLog) statement(events []event) statement {
