@@ -128,3 +128,18 @@ func installCommand(on machine) string {
 		return "apt-get install -y postgresql"
 	}
 }
+
+// Program is the path of one of PostgreSQL's client programs (pg_dump, pg_restore): beside the server's binaries, or on
+// the PATH.
+func Program(ctx context.Context, name string) (string, error) {
+	if dir, err := findBinaries(ctx, system); err == nil {
+		if path := filepath.Join(dir, name); system.exists(path) {
+			return path, nil
+		}
+	}
+	path, err := system.lookPath(name)
+	if err != nil {
+		return "", fmt.Errorf("%s is not installed; install it with: %s", name, installCommand(system))
+	}
+	return path, nil
+}
