@@ -22,6 +22,8 @@ const (
 	limit     = "the same without a router"
 	oursBest  = "ours, batch 1000"
 	oursUsual = "ours, batch 500 (default)"
+
+	oursUnrecorded = "ours, batch 500, no record of rounds"
 )
 
 func loadLog(ctx context.Context, db *database, n int) error {
@@ -38,6 +40,7 @@ func drain(ctx context.Context, b *bench) error {
 		{name: reference, load: loadLog, run: drainLoop(1000, true)},
 		{name: oursBest, load: loadLog, run: drainOurs(1000, "*")},
 		{name: oursUsual, load: loadLog, run: drainOurs(500, "*")},
+		{name: oursUnrecorded, load: loadLog, run: drainOurs(500, "*", unrecorded)},
 		{name: "ours, batch 500, of one topic", load: loadLog, run: drainOurs(500, eventTopic)},
 		{name: "ours, batch 100", load: loadLog, run: drainOurs(100, "*")},
 	}
@@ -97,6 +100,7 @@ func drain(ctx context.Context, b *bench) error {
 	report.ratioToBest("ours (default) to watermill-sql's best, own statements", oursUsual, own, atLeast(20))
 	report.ratioToBest("ours (default) to watermill-sql at its default batch, in the message's transaction", oursUsual, slices.DeleteFunc(slices.Clone(inTx), usual), atLeast(6))
 	report.ratioToBest("ours (default) to watermill-sql's best, in the message's transaction", oursUsual, inTx, atLeast(6))
+	report.ratio("ours (default) to ours without a record of rounds", oursUsual, oursUnrecorded, target{})
 	report.ratio("ours (default) to River", oursUsual, riverName, target{})
 	return nil
 }

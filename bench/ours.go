@@ -107,21 +107,28 @@ func (c *counter) wait(ctx context.Context) error {
 
 const sqlPassed = `select coalesce((select min(last_seq) >= $1 from event_consumer_cursors), false)`
 
+// unrecorded keeps no record of rounds.
+func unrecorded(c *subscriber.RunnerConfig) { c.RoundsKept = -1 }
+
 // drainOurs goes through the first n events with one consumer.
-func drainOurs(batch int, topic string) func(context.Context, *database, int) error {
+func drainOurs(batch int, topic string, changes ...func(*subscriber.RunnerConfig)) func(context.Context, *database, int) error {
 	return func(ctx context.Context, db *database, n int) error {
 		pool, err := db.open(ctx, 4, nil)
 		if err != nil {
 			return err
 		}
 		defer pool.Close()
-		return drainOn(ctx, db, pool, batch, topic, n)
+		return drainOn(ctx, db, pool, batch, topic, n, changes...)
 	}
 }
 
-func drainOn(ctx context.Context, db *database, pool *pgxpool.Pool, batch int, topic string, n int) error {
+func drainOn(ctx context.Context, db *database, pool *pgxpool.Pool, batch int, topic string, n int, changes ...func(*subscriber.RunnerConfig)) error {
 	handled := newCounter(n)
-	o, err := startOurs(ctx, pool, subscriber.RunnerConfig{Consumers: []subscriber.ConsumerConfig{consumer("push", topic, batch)}},
+	config := subscriber.RunnerConfig{Consumers: []subscriber.ConsumerConfig{consumer("push", topic, batch)}}
+	for _, change := range changes {
+		change(&config)
+	}
+	o, err := startOurs(ctx, pool, config,
 		func(_ int, msg *message.Message) ([]*message.Message, error) {
 			handled.count()
 			return job(msg), nil

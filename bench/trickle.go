@@ -15,10 +15,11 @@ import (
 )
 
 const (
-	oursOne   = "ours, from an append to the end of its round"
-	loopOne   = "hand-written round, from an append to the end of its round"
-	oursBatch = "ours, batch 1, behind a backlog"
-	loopBatch = "hand-written round, batch 1, behind a backlog"
+	oursOne             = "ours, from an append to the end of its round"
+	loopOne             = "hand-written round, from an append to the end of its round"
+	oursBatch           = "ours, batch 1, behind a backlog"
+	oursBatchUnrecorded = "ours, batch 1, behind a backlog, no record of rounds"
+	loopBatch           = "hand-written round, batch 1, behind a backlog"
 )
 
 // trickle handles one event a round, and looks how soon.
@@ -33,6 +34,7 @@ func trickle(ctx context.Context, b *bench) error {
 		{name: oursOne, one: trickleOurs},
 		{name: loopOne, one: trickleLoop},
 		{name: oursBatch, run: drainOurs(1, subscriber.AllTopics)},
+		{name: oursBatchUnrecorded, run: drainOurs(1, subscriber.AllTopics, unrecorded)},
 		{name: loopBatch, run: drainLoop(1, true)},
 	}
 	err := inTurns(b.repeat, len(ways), func(i int) error {
@@ -71,6 +73,7 @@ func trickle(ctx context.Context, b *bench) error {
 	}
 	b.report.ratio("ours to the hand-written round, always caught up", oursOne, loopOne, atLeast(1.7))
 	b.report.ratio("ours to the hand-written round, batch 1 behind a backlog", oursBatch, loopBatch, atLeast(1.7))
+	b.report.ratio("ours, batch 1, to ours without a record of rounds", oursBatch, oursBatchUnrecorded, target{})
 	for range b.repeat {
 		if err := b.inDatabase(ctx, func(db *database) error { return latency(ctx, b, db, max(20, min(n, 1000))) }); err != nil {
 			return err
