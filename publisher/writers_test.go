@@ -18,7 +18,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
+	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/publisher"
+	"github.com/watermill-eventlog/watermill-eventlog/sequencer"
 )
 
 const (
@@ -33,6 +35,7 @@ type writer struct {
 	pool      *pgxpool.Pool
 	pgx, pq   *sql.DB
 	events    *publisher.EventLog
+	staged    bool
 	random    *rand.Rand
 	committed []string
 }
@@ -139,16 +142,16 @@ func (w *writer) inSQLTx(ctx context.Context, db *sql.DB, payloads []string, und
 
 func (w *writer) bySQL(ctx context.Context, payloads []string, undo bool) error {
 	return w.begin(ctx, undo, func(tx pgx.Tx) error {
-		_, err := tx.Exec(ctx, `insert into event_outbox (topic, payload) select 'orders', convert_to(p, 'UTF8')
-			from unnest($1::text[]) with ordinality as o(p, n) order by n`, payloads)
+		_, err := tx.Exec(ctx, `insert into event_outbox (topic, payload, staged) select 'orders', convert_to(p, 'UTF8'), $2
+			from unnest($1::text[]) with ordinality as o(p, n) order by n`, payloads, w.staged)
 		return err
 	})
 }
 
 func (w *writer) byCopy(ctx context.Context, payloads []string, undo bool) error {
 	return w.begin(ctx, undo, func(tx pgx.Tx) error {
-		_, err := tx.CopyFrom(ctx, pgx.Identifier{"event_outbox"}, []string{"topic", "payload"},
-			pgx.CopyFromSlice(len(payloads), func(i int) ([]any, error) { return []any{"orders", []byte(payloads[i])}, nil }))
+		_, err := tx.CopyFrom(ctx, pgx.Identifier{"event_outbox"}, []string{"topic", "payload", "staged"},
+			pgx.CopyFromSlice(len(payloads), func(i int) ([]any, error) { return []any{"orders", []byte(payloads[i]), w.staged}, nil }))
 		return err
 	})
 }
@@ -166,31 +169,46 @@ func (w *writer) byTrigger(ctx context.Context, payloads []string, undo bool) er
 
 func TestManyWritersOfAllKindsLeaveALogWithoutHoles(t *testing.T) {
 	t.Parallel()
+	for _, staged := range []bool{false, true} {
+		t.Run(fmt.Sprintf("staged %t", staged), func(t *testing.T) {
+			t.Parallel()
+			testManyWriters(t, staged)
+		})
+	}
+}
+
+func testManyWriters(t *testing.T, staged bool) {
 	db := logtest.New(t)
-	db.Exec(t, `
-		create table business (payload text);
-		create function tell() returns trigger language plpgsql as $$ begin
-			insert into event_outbox (topic, payload) values ('orders', convert_to(new.payload, 'UTF8'));
+	db.Exec(t, `create table business (payload text)`)
+	db.Exec(t, fmt.Sprintf(`create function tell() returns trigger language plpgsql as $$ begin
+			insert into event_outbox (topic, payload, staged) values ('orders', convert_to(new.payload, 'UTF8'), %t);
 			return null;
-		end $$;
-		create trigger tell after insert on business for each row execute function tell()`)
+		end $$`, staged))
+	db.Exec(t, `create trigger tell after insert on business for each row execute function tell()`)
 	pool := db.Pool(t, func(c *pgxpool.Config) { c.MaxConns = 20 })
 	viaPgx, viaPQ := db.SQL(t), openPQ(t, db)
 	viaPgx.SetMaxOpenConns(10)
 	viaPQ.SetMaxOpenConns(10)
-	events := newEventLog(t, pool, publisher.EventLogConfig{})
+	events := newEventLog(t, pool, publisher.EventLogConfig{Staged: staged})
+	// Somebody else's transaction, which has written and stays open all the time.
+	exec(t, db.Conn(t), "begin; create table elsewhere ()")
 
 	all := make([]*writer, writers)
 	errs := make([]error, writers)
 	ctx := bounded(t)
+	stop := func() {}
+	if staged {
+		stop = sequenced(t, db)
+	}
 	var running sync.WaitGroup
 	for i := range all {
-		w := &writer{id: i, pool: pool, pgx: viaPgx, pq: viaPQ, events: events, random: rand.New(rand.NewPCG(1, uint64(i)))}
+		w := &writer{id: i, pool: pool, pgx: viaPgx, pq: viaPQ, events: events, staged: staged, random: rand.New(rand.NewPCG(1, uint64(i)))}
 		all[i] = w
 		running.Go(func() { errs[i] = w.run(ctx) })
 	}
 	running.Wait()
 	require.NoError(t, errors.Join(errs...))
+	stop()
 
 	got := log(t, db)
 	require.Greater(t, len(got), writers*transactions)
@@ -203,5 +221,23 @@ func TestManyWritersOfAllKindsLeaveALogWithoutHoles(t *testing.T) {
 	for _, w := range all {
 		mine := slices.DeleteFunc(slices.Clone(got), func(p string) bool { return !strings.HasPrefix(p, strconv.Itoa(w.id)+"/") })
 		require.Equal(t, w.committed, mine)
+	}
+}
+
+// sequenced runs two sequencers, of which one stands by, until stop is called; then everything is numbered.
+func sequenced(t *testing.T, db *pgtest.DB) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	for range 2 {
+		s, err := sequencer.New(db.Conn(t), sequencer.Config{PollInterval: time.Millisecond, BatchSize: 50}, nil)
+		require.NoError(t, err)
+		running.Go(func() { _ = s.Run(ctx) })
+	}
+	t.Cleanup(running.Wait)
+	t.Cleanup(cancel)
+	return func() {
+		t.Helper()
+		require.Eventually(t, func() bool { return pgtest.Value[int64](t, db, "select count(*) from event_outbox") == 0 }, time.Minute, 5*time.Millisecond)
 	}
 }
