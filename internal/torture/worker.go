@@ -121,8 +121,10 @@ func runWorker(ctx context.Context) error {
 	if !w.settings.Quiet {
 		writers.Go(func() { w.write(writing) })
 	}
+	writers.Go(func() { w.sequence(ctx) })
 	err = w.consume(ctx)
 	quiet()
+	cancel()
 	writers.Wait()
 	return err
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/stdlib"
 
 	"github.com/watermill-eventlog/watermill-eventlog/publisher"
+	"github.com/watermill-eventlog/watermill-eventlog/sequencer"
 )
 
 const (
@@ -32,7 +33,8 @@ var errUndone = errors.New("undone on purpose")
 type writer struct {
 	pool   *pgxpool.Pool
 	db     *sql.DB
-	events *publisher.EventLog
+	events []*publisher.EventLog // that give a number at once, and that stage
+	once   []*publisher.EventLog // the same, for appends that may be repeated
 	random *rand.Rand
 }
 
@@ -50,15 +52,47 @@ func (w *worker) write(ctx context.Context) {
 	defer pool.Close()
 	db := stdlib.OpenDB(*config.ConnConfig)
 	defer func() { _ = db.Close() }() // its connections may be broken
-	events, err := publisher.NewEventLog(pool, publisher.EventLogConfig{})
-	if err != nil {
-		panic(err)
+	var events, once []*publisher.EventLog
+	for _, staged := range []bool{false, true} {
+		for _, repeatable := range []bool{false, true} {
+			p, err := publisher.NewEventLog(pool, publisher.EventLogConfig{Staged: staged, Once: repeatable})
+			if err != nil {
+				panic(err)
+			}
+			if repeatable {
+				once = append(once, p)
+			} else {
+				events = append(events, p)
+			}
+		}
 	}
 	var all sync.WaitGroup
 	defer all.Wait()
 	for i := range writersOfAWorker {
-		writer := &writer{pool: pool, db: db, events: events, random: rand.New(rand.NewPCG(w.settings.Seed, uint64(10+i)))}
+		writer := &writer{pool: pool, db: db, events: events, once: once, random: rand.New(rand.NewPCG(w.settings.Seed, uint64(10+i)))}
 		all.Go(func() { writer.run(ctx) })
+	}
+}
+
+// sequence numbers what is staged until ctx ends; the other workers' sequencers stand by.
+func (w *worker) sequence(ctx context.Context) {
+	config, err := pgxpool.ParseConfig(w.url("sequencer"))
+	if err != nil {
+		panic(err) // the URL is ours
+	}
+	config.MaxConns = 1
+	pool, err := pgxpool.NewWithConfig(context.WithoutCancel(ctx), config)
+	if err != nil {
+		panic(err)
+	}
+	defer pool.Close()
+	s, err := sequencer.New(pool, sequencer.Config{BatchSize: 20}, nil)
+	if err != nil {
+		panic(err)
+	}
+	for ctx.Err() == nil { // it ends where a server that has just been restarted says that something is not there
+		_ = s.Run(ctx)
+		_ = wait(ctx, 100*time.Millisecond)
 	}
 }
 
@@ -130,22 +164,27 @@ func (w *writer) transaction(ctx context.Context) {
 		dropped = w.messages(ctx)
 	}
 	topic := topics[w.random.IntN(len(topics))]
+	way := w.random.IntN(len(w.events))
+	events := w.events[way]
 	var sent bool // the commit
 	var err error
 	switch w.random.IntN(4) {
 	case 0:
 		sent, dropped = true, nil
-		err = w.events.Publish(topic, kept...)
+		// One whose outcome is not known is repeated, and is there once.
+		for err = w.once[way].Publish(topic, kept...); err != nil && ctx.Err() == nil; err = w.once[way].Publish(topic, kept...) {
+			_ = wait(ctx, 50*time.Millisecond)
+		}
 	case 1:
 		sent, err = w.inPgxTx(ctx, kept, dropped, func(tx pgx.Tx, messages message.Messages) error {
-			return w.events.InTx(tx).Publish(topic, messages...)
+			return events.InTx(tx).Publish(topic, messages...)
 		})
 	case 2:
 		sent, err = w.inPgxTx(ctx, kept, dropped, func(tx pgx.Tx, messages message.Messages) error {
 			for _, m := range messages {
 				_, err := tx.Exec(ctx, `
-insert into event_outbox (topic, uuid, payload, metadata) values ($1, $2, $3, jsonb_build_object('kind', $4::text))`,
-					topic, m.UUID, []byte(m.Payload), m.Metadata.Get("kind"))
+insert into event_outbox (topic, uuid, payload, metadata, staged) values ($1, $2, $3, jsonb_build_object('kind', $4::text), $5)`,
+					topic, m.UUID, []byte(m.Payload), m.Metadata.Get("kind"), way == 1)
 				if err != nil {
 					return err
 				}
@@ -153,7 +192,7 @@ insert into event_outbox (topic, uuid, payload, metadata) values ($1, $2, $3, js
 			return nil
 		})
 	case 3:
-		sent, err = w.inSQLTx(ctx, topic, kept, dropped)
+		sent, err = w.inSQLTx(ctx, events, topic, kept, dropped)
 	}
 	switch {
 	case !sent: // what was never committed is undone for sure
@@ -191,13 +230,13 @@ func (w *writer) inPgxTx(
 	return true, tx.Commit(ctx)
 }
 
-func (w *writer) inSQLTx(ctx context.Context, topic string, kept, dropped message.Messages) (sent bool, err error) {
+func (w *writer) inSQLTx(ctx context.Context, log *publisher.EventLog, topic string, kept, dropped message.Messages) (sent bool, err error) {
 	tx, err := w.db.BeginTx(ctx, nil)
 	if err != nil {
 		return false, err
 	}
 	defer func() { _ = tx.Rollback() }() // after a commit it does nothing
-	events := w.events.InSQLTx(tx)
+	events := log.InSQLTx(tx)
 	if err := errors.Join(events.Publish(topic, kept...), w.pause(ctx)); err != nil {
 		return false, err
 	}
