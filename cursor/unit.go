@@ -25,6 +25,7 @@ type Unit struct {
 	failed   error
 	buffered []buffered
 	first    [1]buffered // most units have one
+	point    *Savepoint  // of the attempt that goes on
 }
 
 type buffered struct {
