@@ -11,6 +11,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
@@ -20,7 +21,10 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
 )
 
-func TestMain(m *testing.M) { pgtest.Main(m) }
+func TestMain(m *testing.M) {
+	pgtest.Main(m, goleak.IgnoreAnyFunction( // the deduplicator's goroutine has no end
+		"github.com/ThreeDotsLabs/watermill/message/router/middleware.(*mapExpiringKeyRepository).cleanOutLoop"))
+}
 
 // service is what a component is put into: a log, its consumers, and a router with the round's middleware.
 type service struct {
