@@ -26,6 +26,7 @@ type Unit struct {
 	buffered []buffered
 	first    [1]buffered // most units have one
 	point    *Savepoint  // of the attempt that goes on
+	sql      *sqlTx      // where a handler asked for it
 }
 
 type buffered struct {
@@ -195,6 +196,9 @@ func (u *Unit) end() ([]buffered, error) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.ended = true
+	if u.sql != nil {
+		u.sql.close()
+	}
 	return u.buffered, u.failed
 }
 

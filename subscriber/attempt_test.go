@@ -1,6 +1,7 @@
 package subscriber_test
 
 import (
+	"context"
 	"errors"
 	"sync/atomic"
 	"testing"
@@ -306,4 +307,30 @@ func TestRoundEndsAfterSoManySavepoints(t *testing.T) {
 	require.Equal(t, []string{"1-150", "151-200"}, rounds("read"), "who leaves the transaction alone takes none")
 	require.Zero(t, pgtest.Value[int64](t, db, "select count(*) from effects where xmin in (select xmin from event_consumer_cursors)"),
 		"the cursor moves outside of the attempts")
+}
+
+// A statement that still runs in a *sql.Tx when the deadline is over ends with its round, as one by pgx does.
+func TestHandlerThatIsStuckInASQLTxCostsOnlyItsRound(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	logtest.Append(t, db, "orders", 3)
+	var stuck atomic.Bool
+	returned := make(chan error, 1)
+	start(t, db, map[string]handler{"push": func(msg *message.Message) ([]*message.Message, error) {
+		unit, _ := cursor.UnitFromContext(msg.Context())
+		tx, err := unit.SQLTx(msg.Context())
+		if err != nil {
+			return nil, err
+		}
+		if seqOf(msg) == 2 && stuck.CompareAndSwap(false, true) {
+			_, err := tx.ExecContext(context.Background(), "select pg_sleep(600)")
+			returned <- err
+			return nil, err
+		}
+		_, err = tx.ExecContext(msg.Context(), "insert into effects values ($1, $2)", unit.Cursor().Consumer, unit.Event().Seq)
+		return nil, err
+	}}, consumers(func(c *subscriber.ConsumerConfig) { c.AckDeadline = 500 * time.Millisecond }))
+	waitPosition(t, db, "push", 3)
+	require.Error(t, receive(t, returned, "the handler's return"))
+	require.Equal(t, upTo(3), effects(t, db, "push"))
 }
