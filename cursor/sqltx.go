@@ -173,7 +173,9 @@ func (s *sqlStmt) QueryContext(ctx context.Context, args []driver.NamedValue) (d
 	return s.conn.QueryContext(ctx, s.query, args)
 }
 
-func (s *sqlStmt) CheckNamedValue(value *driver.NamedValue) error { return s.conn.CheckNamedValue(value) }
+func (s *sqlStmt) CheckNamedValue(value *driver.NamedValue) error {
+	return s.conn.CheckNamedValue(value)
+}
 
 // sqlFormats asks for the types that have a Go type of their own in binary; all others come as text.
 var sqlFormats = pgx.QueryResultFormatsByOID{

@@ -153,6 +153,7 @@ func TestRowsThatAreLeftOpenInASQLTxFailTheRound(t *testing.T) {
 	require.NoError(t, err)
 	defer rows.Close()
 	require.True(t, rows.Next())
+	require.NoError(t, rows.Err())
 	_, err = tx.Exec(t.Context(), "insert into effects values (1)")
 	require.ErrorIs(t, err, cursor.ErrUnitBusy, "both handles share one guard")
 	require.ErrorIs(t, r.End(t.Context(), true), cursor.ErrUnitBusy)
