@@ -91,6 +91,9 @@ func (r *Round) Commit(ctx context.Context, through int64) error {
 // lastTrip is what a round sends at its end, but for the COMMIT.
 func (r *Round) lastTrip(through int64) (*Trip, error) {
 	trip := &Trip{}
+	if r.session.savepoint {
+		trip.Queue(nil, sqlRelease) // the cursor moves in the transaction that has locked it
+	}
 	if r.used {
 		trip.Queue(nil, sqlRestore, r.searchPath, r.role)
 	}

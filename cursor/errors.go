@@ -53,6 +53,10 @@ var (
 	ErrEnteredTwice = errors.New("the round middleware was entered twice for one message: add it once, to the router, before every other middleware")
 )
 
+// ErrAttemptTwice is returned when an attempt begins inside another one of the same unit.
+var ErrAttemptTwice = errors.New("an attempt was begun inside another one of the same message: add the attempt middleware once, " +
+	"inside of what repeats the handler or swallows its error")
+
 // codeRefusedAppend is what the log's trigger raises when a consumer appends to the log that it reads.
 const codeRefusedAppend = "EL001"
 
@@ -142,7 +146,7 @@ func ErrorType(err error) (class string) {
 	case errors.Is(err, context.Canceled):
 		return "canceled"
 	case errors.Is(err, ErrUnitBusy), errors.Is(err, ErrUnitControl), errors.Is(err, ErrCursorMoved), errors.Is(err, ErrEnteredTwice),
-		errors.Is(err, ErrConsumerAppends), errors.Is(err, ErrAckedEarly):
+		errors.Is(err, ErrConsumerAppends), errors.Is(err, ErrAckedEarly), errors.Is(err, ErrAttemptTwice):
 		return "internal"
 	}
 	return "_OTHER"

@@ -474,7 +474,7 @@ func (r *Round) End(ctx context.Context, acked bool) error {
 			return err
 		}
 	}
-	for _, b := range buffered {
+	for i, b := range buffered {
 		if r.items == nil {
 			r.items = map[Flusher][]Item{}
 		}
@@ -482,7 +482,7 @@ func (r *Round) End(ctx context.Context, acked bool) error {
 			r.owners = append(r.owners, b.owner)
 			r.items[b.owner] = make([]Item, 0, len(r.opening.Events)) // most have one for each event
 		}
-		r.items[b.owner] = append(r.items[b.owner], Item{Seq: u.event.Seq, Value: b.value})
+		r.items[b.owner] = append(r.items[b.owner], Item{Seq: u.event.Seq, Ordinal: i + 1, Value: b.value})
 	}
 	r.matched, r.handled = u.event.Seq, r.handled+1
 	return nil

@@ -26,6 +26,11 @@ type session struct {
 	altered bool  // a handler may have changed what outlasts the transaction
 	changed bool  // since the last restore
 	cause   error // the first error of the aborted transaction
+
+	// Of the attempts. They are touched by whoever is inside pgx, and by the round when nobody is.
+	savepoint  bool // one stands
+	untouched  bool // nothing was written since it was taken
+	savepoints int  // how many attempts had one
 }
 
 func (s *session) init(conn *pgx.Conn) {
@@ -173,12 +178,25 @@ type unitTx struct {
 
 func (t *unitTx) session() *session { return &t.unit.round.session }
 
-// call runs f as the only one on the connection.
-func (t *unitTx) call(f func() (tag string, err error)) error {
+// enter begins a call that may write: in an attempt, its savepoint comes first.
+func (t *unitTx) enter(ctx context.Context) error {
 	s := t.session()
 	if err := s.enter(t.unit, false); err != nil {
 		return err
 	}
+	err := t.unit.takeSavepoint(ctx)
+	if err != nil {
+		s.leave(false, "", err)
+	}
+	return err
+}
+
+// call runs f as the only one on the connection.
+func (t *unitTx) call(ctx context.Context, f func() (tag string, err error)) error {
+	if err := t.enter(ctx); err != nil {
+		return err
+	}
+	s := t.session()
 	var tag string
 	var err error
 	defer func() { s.leave(false, tag, err) }()
@@ -188,7 +206,7 @@ func (t *unitTx) call(f func() (tag string, err error)) error {
 
 func (t *unitTx) Begin(ctx context.Context) (pgx.Tx, error) {
 	var nested pgx.Tx
-	err := t.call(func() (_ string, err error) {
+	err := t.call(ctx, func() (_ string, err error) {
 		nested, err = t.tx.Begin(ctx)
 		return "", err
 	})
@@ -202,21 +220,21 @@ func (t *unitTx) Commit(ctx context.Context) error {
 	if t.root {
 		return ErrUnitControl
 	}
-	return t.call(func() (string, error) { return "", t.tx.Commit(ctx) })
+	return t.call(ctx, func() (string, error) { return "", t.tx.Commit(ctx) })
 }
 
 func (t *unitTx) Rollback(ctx context.Context) error {
 	if t.root {
 		return ErrUnitControl
 	}
-	return t.call(func() (string, error) { return "", t.tx.Rollback(ctx) })
+	return t.call(ctx, func() (string, error) { return "", t.tx.Rollback(ctx) })
 }
 
 func (t *unitTx) Exec(ctx context.Context, sql string, args ...any) (tag pgconn.CommandTag, err error) {
 	if strings.Contains(sql, ";") {
 		t.session().sent(sql) // only the last tag is seen
 	}
-	err = t.call(func() (string, error) {
+	err = t.call(ctx, func() (string, error) {
 		tag, err = t.tx.Exec(ctx, sql, args...)
 		return tag.String(), err
 	})
@@ -224,7 +242,7 @@ func (t *unitTx) Exec(ctx context.Context, sql string, args ...any) (tag pgconn.
 }
 
 func (t *unitTx) CopyFrom(ctx context.Context, table pgx.Identifier, columns []string, src pgx.CopyFromSource) (n int64, err error) {
-	err = t.call(func() (string, error) {
+	err = t.call(ctx, func() (string, error) {
 		n, err = t.tx.CopyFrom(ctx, table, columns, src)
 		return "", err
 	})
@@ -232,7 +250,7 @@ func (t *unitTx) CopyFrom(ctx context.Context, table pgx.Identifier, columns []s
 }
 
 func (t *unitTx) Prepare(ctx context.Context, name, sql string) (d *pgconn.StatementDescription, err error) {
-	err = t.call(func() (string, error) {
+	err = t.call(ctx, func() (string, error) {
 		d, err = t.tx.Prepare(ctx, name, sql)
 		return "", err
 	})
@@ -240,10 +258,10 @@ func (t *unitTx) Prepare(ctx context.Context, name, sql string) (d *pgconn.State
 }
 
 func (t *unitTx) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	s := t.session()
-	if err := s.enter(t.unit, false); err != nil {
+	if err := t.enter(ctx); err != nil {
 		return failedRows{err}, err
 	}
+	s := t.session()
 	open := true // also when something panics: then the connection is not used again
 	var err error
 	defer func() { s.leave(open, "", err) }()
@@ -259,10 +277,10 @@ func (t *unitTx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row 
 }
 
 func (t *unitTx) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
-	s := t.session()
-	if err := s.enter(t.unit, false); err != nil {
+	if err := t.enter(ctx); err != nil {
 		return failedBatch{err}
 	}
+	s := t.session()
 	for _, q := range b.QueuedQueries {
 		s.sent(q.SQL)
 	}
@@ -271,6 +289,19 @@ func (t *unitTx) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
 }
 
 // LargeObjects and Conn hand out what lies below the guard.
-func (t *unitTx) LargeObjects() pgx.LargeObjects { return t.tx.LargeObjects() }
+func (t *unitTx) LargeObjects() pgx.LargeObjects {
+	t.touch()
+	return t.tx.LargeObjects()
+}
 
-func (t *unitTx) Conn() *pgx.Conn { return t.tx.Conn() }
+func (t *unitTx) Conn() *pgx.Conn {
+	t.touch()
+	return t.tx.Conn()
+}
+
+// touch takes an attempt's savepoint before something that is not seen. An error shows at the next statement.
+func (t *unitTx) touch() {
+	if t.unit.wantsSavepoint() {
+		_ = t.call(context.Background(), func() (string, error) { return "", nil })
+	}
+}

@@ -10,8 +10,9 @@ import (
 
 // Item is something that was buffered in a unit.
 type Item struct {
-	Seq   int64 // the event whose handler buffered it
-	Value any
+	Seq     int64 // the event whose handler buffered it
+	Ordinal int   // which of all that was buffered for the event, by whomever, from 1; attempts that were undone leave no hole
+	Value   any
 }
 
 // Flusher is who buffers in units: what it put there comes back to it once per round, when every handler has

@@ -25,6 +25,8 @@ type Unit struct {
 	failed   error
 	buffered []buffered
 	first    [1]buffered // most units have one
+	point    *Savepoint  // of the attempt that goes on
+	sql      *sqlTx      // where a handler asked for it
 }
 
 type buffered struct {
@@ -194,6 +196,9 @@ func (u *Unit) end() ([]buffered, error) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.ended = true
+	if u.sql != nil {
+		u.sql.close()
+	}
 	return u.buffered, u.failed
 }
 

@@ -36,8 +36,8 @@ type EventLogConfig struct {
 
 	// Staged appends wait for no other writer: an event gets its number a moment after its transaction's commit, from
 	// the sequencer (package sequencer), of which one must be running somewhere. It works at every isolation level, it
-	// can be prepared (PREPARE TRANSACTION), and a rate of plain inserts is what many writers get. The order of staged
-	// events is theirs within one batch of the sequencer; it says nothing about events that are not staged.
+	// can be prepared (PREPARE TRANSACTION), and a rate of plain inserts is what many writers get. Staged events
+	// keep their order where their transactions followed each other; against events that are not staged there is none.
 	Staged bool
 
 	// Once makes the append of a message whose UUID was appended before, by a publisher with Once, a no-op: no number

@@ -2,7 +2,8 @@
 // other writer. One sequencer at a time works for a log; any number of processes may run one, and stand by.
 //
 // An event gets its number after its transaction's commit. Nothing else holds it back: neither an older transaction that
-// is still open somewhere nor a snapshot. What a sequencer does is one statement of the server's, so one that is killed
+// is still open somewhere nor a snapshot. Of two transactions of which one began after the other was committed, the events
+// keep that order; of others, and between staged events and those that are not, there is none. What a sequencer does is one statement of the server's, so one that is killed
 // or frozen leaves nothing half done, and another one goes on.
 package sequencer
 
@@ -140,7 +141,7 @@ var ErrBusy = errors.New("another sequencer is numbering staged events")
 // pass is how far the sequencer has looked. It is kept in memory alone: a new one begins with everything.
 type pass struct {
 	since    *string // the snapshot that the pass before began with, as text; nil is none
-	seen     *string // the snapshot that this pass began with
+	seen     *string // the snapshot that this pass began with and ends with
 	xid      string  // the last row of this pass
 	id       int64
 	begun    bool
@@ -150,14 +151,14 @@ type pass struct {
 
 const sqlSequence = `
 select q.seen::text, q.taken, coalesce(q.last_xid::text, '0'), coalesce(q.last_id, 0), q.numbered
-from public.event_outbox_sequence($1::text::pg_snapshot, $2::text::xid8, $3::bigint, $4::integer) q`
+from public.event_outbox_sequence($1::text::pg_snapshot, $2::text::pg_snapshot, $3::text::xid8, $4::bigint, $5::integer) q`
 
 // number numbers one batch, and tells whether there was more.
 func (s *Sequencer) number(ctx context.Context, p *pass) (more bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, callBound)
 	defer cancel()
 	if !p.begun {
-		p.xid, p.id = "0", 0
+		p.seen, p.xid, p.id = nil, "0", 0
 	}
 	var seen, xid string
 	var taken int
@@ -166,7 +167,7 @@ func (s *Sequencer) number(ctx context.Context, p *pass) (more bool, err error) 
 	// each statement of the function has to see what was committed before it.
 	batch := &pgx.Batch{}
 	batch.Queue("begin isolation level read committed")
-	batch.Queue(s.config.Log.Render(sqlSequence), p.since, p.xid, p.id, s.config.BatchSize)
+	batch.Queue(s.config.Log.Render(sqlSequence), p.since, p.seen, p.xid, p.id, s.config.BatchSize)
 	batch.Queue("commit")
 	results := s.db.SendBatch(ctx, batch)
 	if _, err = results.Exec(); err == nil {
@@ -183,14 +184,12 @@ func (s *Sequencer) number(ctx context.Context, p *pass) (more bool, err error) 
 		return false, err
 	}
 	p.numbered += numbered
-	if !p.begun {
-		p.seen = &seen
-	}
+	p.seen = &seen
 	if taken == s.config.BatchSize {
 		p.begun, p.xid, p.id = true, xid, id
 		return true, nil
 	}
-	// Whatever this pass's first snapshot showed has been numbered.
+	// Whatever this pass's snapshot showed has been numbered.
 	p.since, p.begun = p.seen, false
 	return taken > 0, nil
 }

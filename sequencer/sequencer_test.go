@@ -152,6 +152,53 @@ func TestLateCommitIsNumbered(t *testing.T) {
 	require.Equal(t, "late", payloads(t, db)[10])
 }
 
+// The first batch of a pass is over when a transaction that is older than what it took commits, and another one follows it.
+func TestTransactionsThatFollowEachOtherKeepTheirOrderOverBatches(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	late := db.Conn(t)
+	insert := func(payload string) string {
+		return "insert into event_outbox (topic, payload, staged) values ('orders', '" + payload + "', true)"
+	}
+	_, err := late.Exec(t.Context(), "begin; "+insert("late 1"))
+	require.NoError(t, err)
+	for _, early := range []string{"early 1", "early 2", "early 3"} {
+		db.Exec(t, insert(early))
+	}
+	s := newSequencer(t, &between{pool: db.Pool(t), after: func(batch int) {
+		if batch == 1 {
+			_, err := late.Exec(t.Context(), "commit; "+insert("late 2"))
+			require.NoError(t, err)
+		}
+	}}, sequencer.Config{BatchSize: 2})
+	for len(payloads(t, db)) < 5 {
+		once(t, s)
+	}
+	require.Equal(t, []string{"early 1", "early 2", "early 3", "late 1", "late 2"}, payloads(t, db))
+}
+
+// between calls after each batch.
+type between struct {
+	pool  *pgxpool.Pool
+	after func(batch int)
+	calls int
+}
+
+func (b *between) SendBatch(ctx context.Context, batch *pgx.Batch) pgx.BatchResults {
+	return closing{b.pool.SendBatch(ctx, batch), func() { b.calls++; b.after(b.calls) }}
+}
+
+type closing struct {
+	pgx.BatchResults
+	then func()
+}
+
+func (c closing) Close() error {
+	err := c.BatchResults.Close()
+	c.then()
+	return err
+}
+
 func TestStagedAppendsWorkAtEveryIsolationLevelAndObeySavepoints(t *testing.T) {
 	t.Parallel()
 	db := logtest.New(t)
@@ -270,7 +317,7 @@ func (s *sequence) batch(t *testing.T) (read int64) {
 	require.NoError(t, tx.QueryRow(t.Context(), counted).Scan(&before))
 	var seen string
 	var taken int
-	require.NoError(t, tx.QueryRow(t.Context(), "select seen::text, taken from event_outbox_sequence($1::text::pg_snapshot, '0', 0, 5000)", s.since).Scan(&seen, &taken))
+	require.NoError(t, tx.QueryRow(t.Context(), "select seen::text, taken from event_outbox_sequence($1::text::pg_snapshot, null, '0', 0, 5000)", s.since).Scan(&seen, &taken))
 	require.Equal(t, 500, taken)
 	require.NoError(t, tx.QueryRow(t.Context(), counted).Scan(&after))
 	require.NoError(t, tx.Commit(t.Context()))

@@ -152,7 +152,7 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 func (s *subscription) handOut(r *cursor.Round) (through int64, handed int, err error) {
 	opening := r.Opening()
 	through = opening.Position
-	for handed < len(opening.Events) && !s.stopped() {
+	for handed < len(opening.Events) && !s.stopped() && !r.Exhausted() {
 		event := &opening.Events[handed]
 		if err := s.deliver(r, event); err != nil {
 			if errors.Is(err, errWithdrawn) {
@@ -247,7 +247,7 @@ func (s *subscription) commit(r *cursor.Round, opening *cursor.Opening, through 
 		}
 	}
 	s.meter.commit(counted)
-	bounded := opening.Full || opening.Failure != nil || opening.Status != cursor.Ready || s.standing != nil
+	bounded := opening.Full || through < opening.Through || opening.Failure != nil || opening.Status != cursor.Ready || s.standing != nil
 	s.passed(through, r.Recovered())
 	// A round that was bounded by something else than the log says nothing about its end.
 	return outcome{next: next{again: bounded}, replay: opening.Replay}

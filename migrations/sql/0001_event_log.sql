@@ -139,8 +139,10 @@ create constraint trigger event_outbox_number after insert on public.event_outbo
 
 -- Numbers what was staged and has been committed, at most so many events, in the order in which they were staged. It
 -- looks only at what an earlier snapshot did not show, so that it does not read its own dead rows again: of the
--- transactions that were finished then nothing can come any more. Null looks at everything. Where there were more, the
--- next call goes on behind the last row with the same earlier snapshot.
+-- transactions that were finished then nothing can come any more. Null looks at everything.
+--
+-- Where there were more, the next call goes on behind the last row, and up to what the first call saw: of two
+-- transactions of which one began after the other's end, the later one would otherwise come first.
 --
 -- One at a time: while another one is at it, no row is returned. Where there is nothing to do nothing is locked.
 create table public.event_sequencer (
@@ -149,7 +151,7 @@ create table public.event_sequencer (
 
 insert into public.event_sequencer default values;
 
-create function public.event_outbox_sequence(since pg_snapshot, behind_xid xid8, behind_id bigint, most integer)
+create function public.event_outbox_sequence(since pg_snapshot, until pg_snapshot, behind_xid xid8, behind_id bigint, most integer)
 returns table (seen pg_snapshot, taken integer, last_xid xid8, last_id bigint, numbered bigint)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set jit = off
@@ -162,16 +164,16 @@ declare
     ids        bigint[];
 begin
     for attempt in 1 .. 2 loop
-        select pg_current_snapshot(), coalesce(array_agg(t.ctid order by t.xid, t.id), '{}'),
+        select coalesce(until, pg_current_snapshot()), coalesce(array_agg(t.ctid order by t.xid, t.id), '{}'),
             coalesce(array_agg(t.xid order by t.xid, t.id), '{}'), coalesce(array_agg(t.id order by t.xid, t.id), '{}')
         into seen, candidates, xids, ids
         from (
             (select o.ctid, o.xid, o.id from public.event_outbox o
-            where o.staged and o.xid = any (running) and (o.xid, o.id) > (behind_xid, behind_id)
+            where o.staged and o.xid = any (running) and (until is null or pg_visible_in_snapshot(o.xid, until)) and (o.xid, o.id) > (behind_xid, behind_id)
             order by o.xid, o.id limit most)
             union all
             (select o.ctid, o.xid, o.id from public.event_outbox o
-            where o.staged and o.xid >= finished and (o.xid, o.id) > (behind_xid, behind_id)
+            where o.staged and o.xid >= finished and (until is null or pg_visible_in_snapshot(o.xid, until)) and (o.xid, o.id) > (behind_xid, behind_id)
             order by o.xid, o.id limit most)
             order by xid, id limit most
         ) t;
@@ -196,7 +198,7 @@ $function$;
 -- They run with their owner's rights.
 revoke execute on function public.event_outbox_move(tid[]) from public;
 revoke execute on function public.event_outbox_number() from public;
-revoke execute on function public.event_outbox_sequence(pg_snapshot, xid8, bigint, integer) from public;
+revoke execute on function public.event_outbox_sequence(pg_snapshot, pg_snapshot, xid8, bigint, integer) from public;
 
 -- A consumer may not append to the log that it reads: its own unit would wait for the counter and hold it
 -- until its round ends. The round says by a setting which log it reads.
