@@ -101,7 +101,7 @@ func parseCut(definition string, valid bool) (*cut, error) {
 	return &cut{bound: bound, valid: valid}, nil
 }
 
-// An autovacuum of the partition gives way to the first lock, which makes nobody else wait.
+// An autovacuum of the partition gives way to this lock, which makes nobody else wait.
 const sqlYield = `lock table {table} in share update exclusive mode; `
 
 // The constraint is checked for new events from here on, so it has to be far above the head.
@@ -110,8 +110,8 @@ alter table {table} drop constraint if exists {constraint}, add constraint {cons
 
 const sqlValidate = `alter table {table} validate constraint {constraint}`
 
-// Under the exclusive lock no number is given that is not committed. The constraint, which is valid, spares the attach
-// its scan. One statement: its bound is for all of it, and a client that is frozen holds nothing.
+// Under the exclusive lock no number is given that is not committed. A constraint that is valid spares the attach its
+// scan. One statement: its bound is for all of it, and a client that is frozen holds nothing.
 const sqlCut = `
 do $function$
 begin
@@ -121,37 +121,51 @@ begin
     end if;
     alter table public.event_log detach partition {table};
     alter table public.event_log attach partition {table} for values from ({from}) to ({end});
-    alter table {table} drop constraint {constraint};
+    alter table {table} drop constraint if exists {constraint};
     {partitions}
 end
 $function$`
 
+const (
+	// scanLimit is what may be scanned while appends wait, in bytes.
+	scanLimit = 32 << 20
+	// announceWindow is how long the numbers below an announced end should last: a dump may hold up the cut for hours.
+	announceWindow = 24 * time.Hour
+)
+
 // cut gives the partition that goes up to the end of all numbers an end above the head, and makes the ones behind it.
-// Two moments of it are exclusive: they wait for the rounds and appends that are open, and the next ones wait for them.
+// That is an exclusive moment: it waits for the rounds and appends that are open, and the next ones wait for it. A large
+// partition has another one before, in which its end is announced; it can then be checked while appends go on.
 func (m *maintenance) cut(ctx context.Context, state *State) error {
 	p, log := state.last(), m.config.Log
-	values := map[string]any{"table": p.table(), "constraint": pgx.Identifier{constraintName(log)}.Sanitize()}
+	values := map[string]any{"table": p.table(), "constraint": pgx.Identifier{constraintName(log)}.Sanitize(), "from": "minvalue"}
 	yield := m.bounded(m.patience()) + fill(log, sqlYield, values)
 	// Half of the bound to get the lock: with what is done under it, the whole is kept.
 	exclusive := fmt.Sprintf("set local lock_timeout = %d; set local statement_timeout = %d; ",
 		m.config.LockTimeout.Milliseconds()/2, m.config.LockTimeout.Milliseconds())
 
-	if p.cut == nil || p.cut.bound-1-state.Head < state.wanted/2 {
-		values["end"] = roundUp(state.Head+state.wanted+1, state.Settings.PartitionSize)
-		err := m.exec(ctx, "prepare to cut partition "+p.Name, yield+exclusive+fill(log, sqlAnnounce, values), attempts)
-		return hint(err)
+	end := roundUp(state.Head+state.wanted+1, state.Settings.PartitionSize)
+	switch {
+	case p.cut == nil && p.Bytes <= m.scanLimit:
+	case p.cut == nil || p.cut.bound-1-state.Head < state.wanted/2:
+		day, err := look(ctx, m.conn, log, announceWindow)
+		if err != nil {
+			return err
+		}
+		values["end"] = roundUp(day.Head+max(day.wanted, state.wanted)+1, state.Settings.PartitionSize)
+		return hint(m.exec(ctx, "announce the end of partition "+p.Name, yield+exclusive+fill(log, sqlAnnounce, values), attempts))
+	case !p.cut.valid:
+		err := m.exec(ctx, "check the end of partition "+p.Name, m.bounded(m.patience())+fill(log, sqlValidate, values), attempts)
+		if err != nil {
+			return err
+		}
+		return pause(ctx, m.config.LockTimeout) // who had to wait for the announcement goes first
+	default:
+		end = p.cut.bound
 	}
-	if !p.cut.valid {
-		sql := m.bounded(m.patience()) + fill(log, sqlValidate, values)
-		return m.exec(ctx, "check the end of partition "+p.Name, sql, attempts)
-	}
-	spans, err := state.spans(p.cut.bound, 0, m.config.Ahead)
+	spans, err := state.spans(end, 0, m.config.Ahead)
 	if err != nil {
 		return err
-	}
-	values["end"], values["from"] = p.cut.bound, "minvalue"
-	if p.From > math.MinInt64 {
-		values["from"] = p.From
 	}
 	var partitions strings.Builder
 	var made []string
@@ -159,12 +173,15 @@ func (m *maintenance) cut(ctx context.Context, state *State) error {
 		partitions.WriteString(s.sql(log))
 		made = append(made, s.name(log))
 	}
-	values["partitions"] = partitions.String()
+	values["end"], values["partitions"] = end, partitions.String()
+	if p.From > math.MinInt64 {
+		values["from"] = p.From
+	}
 	if err := m.exec(ctx, "cut partition "+p.Name, yield+exclusive+fill(log, sqlCut, values), attempts); err != nil {
 		return hint(err)
 	}
-	m.done.CutAt, m.done.Made = p.cut.bound, append(m.done.Made, made...)
-	m.logger.Info("event log retention cut the log into partitions", m.fields(map[string]any{"partition": p.Name, "end": p.cut.bound}))
+	m.done.CutAt, m.done.Made = end, append(m.done.Made, made...)
+	m.logger.Info("event log retention cut the log into partitions", m.fields(map[string]any{"partition": p.Name, "end": end}))
 	return nil
 }
 

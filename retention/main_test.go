@@ -67,23 +67,32 @@ func fill(t testing.TB, db *pgtest.DB, n int, age string) {
 		where l.seq > (select last_seq from event_seq) - $1`, n, age)
 }
 
-// filled is a log whose first events, 1 to 29, are old; 30 to 35 are new. Partitions begin at 20 and 30.
+// As retention leaves it behind.
+const sqlFilled = `
+alter table event_log detach partition event_log_first;
+alter table event_log attach partition event_log_first for values from (minvalue) to (20);
+create table event_log_p20 partition of event_log for values from (20) to (30);
+create table event_log_p30 partition of event_log for values from (30) to (40);
+create table event_log_p40 partition of event_log for values from (40) to (50);
+insert into event_outbox (topic) select 'orders' from generate_series(1, 35);
+set constraints all immediate;
+update event_log set recorded_at = recorded_at - interval '40 days' where seq < 30`
+
+// filled is a log whose first events, 1 to 29, are old; 30 to 35 are new. Partitions begin at 20, 30 and 40.
 func filled(t testing.TB, s retention.Settings) *pgtest.DB {
 	t.Helper()
-	db := logtest.New(t)
+	db := pgtest.New(t, pgtest.Template{Key: logtest.Template().Key + sqlFilled, Setup: setUpFilled})
 	s.PartitionSize = 10
 	set(t, db, s)
-	once(t, db)
-	s.Off = true
-	set(t, db, s)
-	for _, n := range []int{9, 10, 10} {
-		fill(t, db, n, "40 days")
-		once(t, db)
-	}
-	fill(t, db, 6, "0")
-	s.Off = false
-	set(t, db, s)
 	return db
+}
+
+func setUpFilled(ctx context.Context, conn *pgx.Conn) error {
+	if err := logtest.Template().Setup(ctx, conn); err != nil {
+		return err
+	}
+	_, err := conn.Exec(ctx, sqlFilled, pgx.QueryExecModeSimpleProtocol)
+	return err
 }
 
 func register(t testing.TB, db *pgtest.DB, consumer string, at int64) {

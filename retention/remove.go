@@ -102,23 +102,24 @@ order by r.first_seq`
 
 const sqlForget = `delete from public.event_retention_removals r where r.name = $1 and r.removed_at is null`
 
-// finish carries on with what an earlier maintenance had begun.
-func (m *maintenance) finish(ctx context.Context, state *State) error {
+// finish carries on with what an earlier maintenance had begun. It tells whether the partitions are others now.
+func (m *maintenance) finish(ctx context.Context, state *State) (changed bool, err error) {
 	rows, _ := m.conn.Query(ctx, m.config.Log.Render(sqlLeftovers), m.config.Log.Table("log"))
 	leftovers, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (l leftover, err error) {
 		err = row.Scan(&l.name, &l.first, &l.last, &l.attached, &l.table)
 		return l, err
 	})
 	if err != nil {
-		return fmt.Errorf("read removals: %w", err)
+		return changed, fmt.Errorf("read removals: %w", err)
 	}
 	// While one is pending no other partition can be detached, whoever had begun it.
 	if at := slices.IndexFunc(state.Partitions, func(p Partition) bool { return p.Detaching }); at >= 0 {
 		p := &state.Partitions[at]
 		if err := m.detach(ctx, p, sqlFinalize); err != nil {
-			return err
+			return changed, err
 		}
 		ours := false
+		changed = true
 		for i := range leftovers {
 			if leftovers[i].name == p.Name {
 				leftovers[i].attached, ours = false, true
@@ -132,16 +133,16 @@ func (m *maintenance) finish(ctx context.Context, state *State) error {
 	for _, l := range leftovers {
 		if !l.attached {
 			if err := m.clear(ctx, l); err != nil {
-				return err
+				return changed, err
 			}
 			continue
 		}
 		// It was not begun: what has changed since may keep it.
 		if _, err := m.conn.Exec(ctx, m.config.Log.Render(sqlForget), l.name); err != nil {
-			return fmt.Errorf("forget the removal of %s: %w", l.name, err)
+			return changed, fmt.Errorf("forget the removal of %s: %w", l.name, err)
 		}
 	}
-	return nil
+	return changed, nil
 }
 
 // The ids are found through the events, as they have no index by number.

@@ -70,6 +70,8 @@ type Retention struct {
 	config Config
 	logger watermill.LoggerAdapter
 	newest map[string]time.Time // of full partitions, by name: they do not change any more
+
+	scanLimit int64
 }
 
 // New checks the configuration. It does not connect. A nil logger logs nothing.
@@ -103,7 +105,7 @@ func New(config Config, logger watermill.LoggerAdapter) (*Retention, error) {
 		}
 	}
 	if config.Ahead < 0 || config.Ahead > 100 {
-		errs = append(errs, fmt.Errorf("Ahead %d is not between 1 and 100", config.Ahead))
+		errs = append(errs, fmt.Errorf("number of partitions Ahead (%d) is not between 1 and 100", config.Ahead))
 	}
 	if config.LockTimeout < 10*time.Millisecond {
 		errs = append(errs, fmt.Errorf("LockTimeout %v is below 10ms", config.LockTimeout))
@@ -114,7 +116,7 @@ func New(config Config, logger watermill.LoggerAdapter) (*Retention, error) {
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("retention config: %w", err)
 	}
-	return &Retention{config: config, logger: logger, newest: map[string]time.Time{}}, nil
+	return &Retention{config: config, logger: logger, newest: map[string]time.Time{}, scanLimit: scanLimit}, nil
 }
 
 // ErrBusy is returned when another process is maintaining the log's partitions.
@@ -243,11 +245,11 @@ func (m *maintenance) run(ctx context.Context) error {
 		return err
 	}
 	for {
-		if err := m.finish(ctx, state); err != nil {
-			return err
+		changed, err := m.finish(ctx, state)
+		if err == nil && !changed {
+			changed, err = m.remove(ctx, state)
 		}
-		more, err := m.remove(ctx, state)
-		if err != nil || !more {
+		if err != nil || !changed {
 			return err
 		}
 		// Removing may take long; appends go on meanwhile.
