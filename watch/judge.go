@@ -97,6 +97,18 @@ func (w *Watch) judge(f *found) Report {
 	if f.keep != nil && !math.IsInf(*f.keep, 0) { // for ever has no number in JSON
 		report.Log.RetentionSeconds = *f.keep
 	}
+	removes := f.removes != nil && *f.removes
+	switch late := f.now.Sub(or(f.maintainedAt)); {
+	case !removes:
+	case f.maintenanceFails != nil && f.now.Sub(*f.maintenanceFails) > w.config.Grace:
+		report.Problems = append(report.Problems, Problem{Kind: Maintenance, Severity: Critical, Since: *f.maintenanceFails,
+			Summary: "Maintenance of the log's partitions fails: when there are none left ahead, appends fail.",
+			Next:    "Read what it fails with: eventlog retention status"})
+	case late > max(w.config.Grace, maintained):
+		report.Problems = append(report.Problems, Problem{Kind: Maintenance, Severity: Critical, Since: or(f.maintainedAt),
+			Summary: "Nobody maintains the log's partitions: when there are none left ahead, appends fail.",
+			Next:    "Look whether a process with package retention runs; do its work once with: eventlog retention run"})
+	}
 	if f.standby {
 		report.Problems = append(report.Problems, Problem{Kind: Standby, Severity: Warning,
 			Summary: "The database is in recovery and shows the past of its primary.", Next: "Look at the primary."})
@@ -176,6 +188,11 @@ func (w *Watch) consumer(f *found, r *row) (Consumer, []Problem) {
 	if p := w.unmatched(r); p != nil {
 		add(*p)
 	}
+	if due := r.pendingRecorded.Add(seconds(f.keep)); f.removes != nil && *f.removes && r.pending > 0 && f.now.After(due) {
+		add(Problem{Kind: Pinned, Severity: Warning, Seq: r.pending, Since: due,
+			Summary: fmt.Sprintf("Events are kept for longer than the retention because %s has not passed them, %d so far.", c.Name, f.head-r.position),
+			Next:    "Let it catch up, or, if nobody needs it any more: " + change("retire", key)})
+	}
 	return c, problems
 }
 
@@ -202,6 +219,16 @@ func (r *row) waiting(f *found) (since, available time.Time) {
 		since = oldest
 	}
 	return since, latest(r.pendingRecorded, r.movedAt, r.createdAt)
+}
+
+// maintained is how long the log may be without maintenance, whatever the grace period is.
+const maintained = time.Hour
+
+func seconds(s *float64) time.Duration {
+	if s == nil || *s > float64(math.MaxInt64)/1e9 {
+		return math.MaxInt64
+	}
+	return time.Duration(*s * 1e9)
 }
 
 func latest(moments ...time.Time) (last time.Time) {

@@ -27,7 +27,7 @@ with expected as (
 ), log as (
     select s.last_seq as head, clock_timestamp() as now, lowest.seq as lowest, lowest.recorded_at as lowest_at,
         (select l.recorded_at from public.event_log l order by l.seq desc limit 1) as newest_at,
-        (select extract(epoch from r.keep)::float8 from public.event_retention r) as keep,
+        r.keep, r.switched_on, r.maintained_at, r.failing_since,
         pg_is_in_recovery() as standby,
         (select o.appended_at from public.event_outbox o where o.staged order by o.xid, o.id limit 1) as staged_at,
         (select coalesce(jsonb_agg(jsonb_build_array(c.consumer, c.topic, c.shard) order by c.consumer, c.topic, c.shard), '[]')::text
@@ -36,9 +36,12 @@ with expected as (
                 select from expected e where e.consumer = c.consumer and e.topic = c.topic and e.shard = c.shard)) as others
     from public.event_seq s
     left join lateral (select l.seq, l.recorded_at from public.event_log l order by l.seq limit 1) lowest on true
+    left join lateral (
+        select extract(epoch from t.keep)::float8 as keep, t.switched_on, t.maintained_at, t.failing_since from public.event_retention t limit 1
+    ) r on true
     limit 1 -- there is one; that the planner knows it keeps the estimates small, and so the compiler (jit) away
 )
-select g.head, g.now, coalesce(g.lowest, 0), g.lowest_at, g.newest_at, g.keep, g.standby, g.staged_at, g.others,
+select g.head, g.now, coalesce(g.lowest, 0), g.lowest_at, g.newest_at, g.keep, g.switched_on, g.maintained_at, g.failing_since, g.standby, g.staged_at, g.others,
     k.consumer, k.topic, k.shard,
     exists (
         select from public.event_consumer_interventions i
@@ -92,6 +95,9 @@ type found struct {
 	now                time.Time
 	lowestAt, newestAt *time.Time
 	keep               *float64
+	removes            *bool // retention is switched on
+	maintainedAt       *time.Time
+	maintenanceFails   *time.Time // since when
 	standby            bool
 	stagedAt           *time.Time // of the oldest staged event
 	others             []string
@@ -169,7 +175,7 @@ func (f *found) scan(rows pgx.Rows) error {
 	var occurredAt, createdAt, movedAt, matchedAt, pausedAt, retiredAt, pendingOccurred, pendingRecorded, baseAt, unmatchedAt,
 		since, failedAt, retryAt, parkedSince, lostSince *time.Time
 	var failure Failure
-	err := rows.Scan(&f.head, &f.now, &f.lowest, &f.lowestAt, &f.newestAt, &f.keep, &f.standby, &f.stagedAt, &others,
+	err := rows.Scan(&f.head, &f.now, &f.lowest, &f.lowestAt, &f.newestAt, &f.keep, &f.removes, &f.maintainedAt, &f.maintenanceFails, &f.standby, &f.stagedAt, &others,
 		&consumer, &topic, &shard, &r.recorded,
 		&position, &occurredAt, &createdAt, &movedAt, &r.movedBy, &r.matched, &matchedAt, &pausedAt, &retiredAt, &r.rewritten,
 		&r.pending, &pendingOccurred, &pendingRecorded, &r.numbers, &r.base, &baseAt, &r.unmatched, &unmatchedAt,

@@ -764,3 +764,33 @@ func TestStagedEventThatNobodyNumbersIsAProblem(t *testing.T) {
 	db.Exec(t, "delete from event_outbox")
 	healthy(t, w.Look(t.Context()))
 }
+
+func TestRetentionThatIsNotDoneOrHeldUpIsAProblem(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	w, _ := at(t, db, push)
+	ensure(t, db, push)
+	logtest.Append(t, db, "orders", 2)
+	move(t, db, push, 2)
+	maintained := func(ago, failing string) {
+		db.Exec(t, "update event_retention set switched_on = true, maintained_at = clock_timestamp() - $1::text::interval, failing_since = clock_timestamp() - $2::text::interval", ago, failing)
+	}
+	db.Exec(t, "update event_retention set maintained_at = clock_timestamp() - interval '1 year'") // and is off
+	healthy(t, w.Look(t.Context()))
+	db.Exec(t, "update event_retention set switched_on = true")
+	only(t, w.Look(t.Context()), watch.Maintenance, watch.Critical)
+	db.Exec(t, "update event_retention set maintained_at = clock_timestamp()")
+	healthy(t, w.Look(t.Context()))
+	maintained("1 second", "10 minutes")
+	only(t, w.Look(t.Context()), watch.Maintenance, watch.Critical)
+	db.Exec(t, "update event_retention set failing_since = clock_timestamp()") // for a moment
+	healthy(t, w.Look(t.Context()))
+
+	db.Exec(t, "update event_retention set failing_since = null, keep = '20 minutes'")
+	logtest.Append(t, db, "orders", 3)
+	db.Exec(t, "update event_log set recorded_at = clock_timestamp() - interval '1 hour', occurred_at = clock_timestamp() where seq > 2")
+	r := w.Look(t.Context())
+	require.Contains(t, kinds(r, push), watch.Pinned, "%s", r)
+	db.Exec(t, "update event_retention set switched_on = false")
+	require.NotContains(t, kinds(w.Look(t.Context()), push), watch.Pinned)
+}

@@ -40,6 +40,12 @@ const (
 	MatchesNothing Kind = "matches_nothing"
 	// RetentionShort is a log that keeps events for no longer than PendingAlertAfter, or does not say how long. A warning.
 	RetentionShort Kind = "retention_short"
+	// Maintenance is a log whose retention is switched on and whose partitions nobody maintains, for an hour or the grace
+	// period, if that is longer, or whose maintenance fails for longer than the grace period. Critical: when there are none
+	// left ahead, appends fail.
+	Maintenance Kind = "maintenance"
+	// Pinned is a consumer for which events are kept for longer than the retention. A warning.
+	Pinned Kind = "pinned"
 	// Staged is a staged event that has waited for its number for longer than the grace period: no sequencer runs, or it
 	// fails. Critical.
 	Staged Kind = "staged"
@@ -52,7 +58,7 @@ const (
 // Kinds are all there are.
 func Kinds() []Kind {
 	return []Kind{Standing, Behind, CursorMissing, CursorAhead, Gap, Failing, Losses, Parked, Paused, MatchesNothing,
-		RetentionShort, Staged, Standby, InspectionFailed}
+		RetentionShort, Maintenance, Pinned, Staged, Standby, InspectionFailed}
 }
 
 // Problem is one thing that somebody should look at. It stays as long as its cause does.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -45,14 +46,25 @@ func (p *program) change(o *changes, f func(ctx context.Context, db *pgx.Conn, a
 		return p.print(j, func(w io.Writer) { fmt.Fprintln(w, printable(changeText(c))) })
 	})
 	return func(c *cobra.Command, args []string) error {
-		if strings.TrimSpace(o.order.Reason) == "" && !o.order.DryRun {
-			return usage("missing --reason: it is recorded with the change (or see what it would do, with --dry-run)")
-		}
-		if o.order.By == "" {
-			o.order.By = whoami()
+		if err := o.complete(); err != nil {
+			return err
 		}
 		return connected(c, args)
 	}
+}
+
+// errDry rolls a dry run back.
+var errDry = errors.New("a dry run")
+
+// complete checks that somebody says why.
+func (o *changes) complete() error {
+	if strings.TrimSpace(o.order.Reason) == "" && !o.order.DryRun {
+		return usage("missing --reason: it is recorded with the change (or see what it would do, with --dry-run)")
+	}
+	if o.order.By == "" {
+		o.order.By = whoami()
+	}
+	return nil
 }
 
 // changeText says what was done.

@@ -23,6 +23,7 @@ const document = "../../docs/cli.md"
 var jsonOf = map[string]any{
 	"status": statusJSON{}, "check": watch.Report{}, "event": recordJSON{}, "tail": eventJSON{}, "verify": verdictJSON{}, "interventions": []interventionJSON{},
 	"seek": changeJSON{}, "skip": changeJSON{}, "pause": changeJSON{}, "resume": changeJSON{}, "retire": changeJSON{}, "redact": changeJSON{},
+	"retention status": retentionJSON{}, "retention set": settingsJSON{}, "retention run": maintenanceJSON{},
 	"parked list": []parkedJSON{}, "parked replay": changeJSON{}, "parked discard": changeJSON{},
 	"losses list": []lossJSON{}, "losses settle": changeJSON{},
 	"migrate up": []migrationJSON{}, "migrate status": []migrationJSON{}, "migrate print": []sqlJSON{},

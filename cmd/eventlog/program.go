@@ -127,6 +127,7 @@ func (p *program) root() *cobra.Command {
 		p.interventionsCommand(),
 		p.verifyCommand(),
 		p.redactCommand(),
+		p.retentionCommand(),
 		p.migrateCommand(),
 	)
 	return root

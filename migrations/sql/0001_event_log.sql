@@ -339,13 +339,34 @@ create table public.event_consumer_rounds (
     primary key (consumer, topic, shard, slot)
 ) with (fillfactor = 50);
 
--- How long events are kept. One row, that every process may check its own settings against.
+-- How long events are kept, and how the log is partitioned for that. One row, that every process may check its own
+-- settings against.
 create table public.event_retention (
-    one  boolean  primary key default true check (one),
-    keep interval not null default '30 days' check (keep > interval '0')
+    one            boolean     primary key default true check (one),
+    keep           interval    not null default '30 days' check (keep > interval '0'),
+    switched_on    boolean     not null default false, -- whether anything is removed
+    partition_size bigint      not null default 1000000 check (partition_size > 0),
+    pinned_age     interval    check (pinned_age >= keep), -- how old what is kept for a late consumer may become
+    pinned_bytes   bigint      check (pinned_bytes > 0),   -- how much of it may be kept
+    maintained_at  timestamptz, -- when the last maintenance ended
+    maintained_by  text,
+    error          text,        -- what it failed with
+    failing_since  timestamptz
 );
 
 insert into public.event_retention default values;
+
+-- Partitions that retention has removed, or is removing: decided on, detached, dropped.
+create table public.event_retention_removals (
+    name       text        primary key,
+    first_seq  bigint      not null,
+    last_seq   bigint      not null,
+    newest_at  timestamptz,          -- when its newest event was recorded
+    behind     text[]      not null, -- consumers that had not passed it, when a cap let it go
+    decided_at timestamptz not null default clock_timestamp(),
+    removed_at timestamptz,          -- null: what is left of it goes with the next maintenance
+    removed_by text        not null
+);
 
 -- Every change of a cursor that was not a round: its creation, and what operators did.
 create table public.event_consumer_interventions (

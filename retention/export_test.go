@@ -1,0 +1,4 @@
+package retention
+
+// SetScanLimit makes smaller partitions large ones.
+func (r *Retention) SetScanLimit(bytes int64) { r.scanLimit = bytes }
