@@ -76,6 +76,10 @@ func New(db Database, config Config, logger watermill.LoggerAdapter) (*Sequencer
 // callBound is how long one batch may take. The server goes on with what it is at when the client gives up.
 const callBound = time.Minute
 
+// wholeInterval is how often, when there is nothing else to do, everything is looked at: what somebody has changed in the
+// outbox by hand may be where no pass looks for it any more.
+const wholeInterval = time.Minute
+
 // maxDelay is the longest wait after an error.
 const maxDelay = 30 * time.Second
 
@@ -85,6 +89,7 @@ const maxDelay = 30 * time.Second
 func (s *Sequencer) Run(ctx context.Context) error {
 	var p pass
 	var failed error
+	whole := time.Now() // when a pass looked at everything
 	for delay := s.config.PollInterval; ; {
 		more, err := s.number(ctx, &p)
 		switch {
@@ -96,6 +101,9 @@ func (s *Sequencer) Run(ctx context.Context) error {
 				failed = nil
 			}
 			delay = s.config.PollInterval
+			if !more && time.Since(whole) > wholeInterval {
+				p.since, whole = nil, time.Now()
+			}
 		case fatal(err):
 			return fmt.Errorf("event log sequencer: %w", err)
 		default:
