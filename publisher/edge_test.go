@@ -100,7 +100,9 @@ func waysToAppend(t *testing.T, db *pgtest.DB, staged bool) map[string]appending
 	t.Helper()
 	pool, std, pq := db.Pool(t), db.SQL(t), openPQ(t, db)
 	return map[string]appending{
-		"own transaction": func(_ *testing.T, events *publisher.EventLog, msg *message.Message) error { return events.Publish("orders", msg) },
+		"own transaction": func(_ *testing.T, events *publisher.EventLog, msg *message.Message) error {
+			return events.Publish("orders", msg)
+		},
 		"InTx": func(t *testing.T, events *publisher.EventLog, msg *message.Message) error {
 			return pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error { return events.InTx(tx).Publish("orders", msg) })
 		},
