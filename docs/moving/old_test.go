@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"errors"
+	"slices"
 	"time"
 
 	v3 "github.com/ThreeDotsLabs/watermill-sql/v3/pkg/sql"
@@ -22,15 +23,22 @@ type library struct {
 	subscriber                 func(db *sql.DB, group string) (message.Subscriber, error)
 	exec                       func(ctx context.Context, sql string, args ...any) error // in the message's transaction
 	publishJob                 func(msg *message.Message, job *message.Message) error   // likewise
+	jobReader                  func(db *sql.DB) (message.Subscriber, error)             // who reads the jobs
 	envelopes                  bool
+	adapt                      []string // what the guide says to replace: old, new
 }
 
 var errNoTx = errors.New("the message has no transaction")
 
 const quick = 10 * time.Millisecond
 
-func withV3() library {
-	schema := v3.DefaultPostgreSQLSchema{SubscribeBatchSize: 10}
+func withV3(payload string) library {
+	schema := v3.DefaultPostgreSQLSchema{SubscribeBatchSize: 10, GeneratePayloadType: func(topic string) string {
+		if topic == "invoices" {
+			return "JSON"
+		}
+		return payload
+	}}
 	publish := func(tx *sql.Tx, topic string, msg *message.Message) error {
 		p, err := v3.NewPublisher(tx, v3.PublisherConfig{SchemaAdapter: schema}, nil)
 		if err != nil {
@@ -41,6 +49,11 @@ func withV3() library {
 	return library{
 		guide: "from-watermill-sql.md", cutOver: "-- cut over\n", back: "-- back\n", done: "-- back for good\n",
 		topic: "orders", groups: []string{"billing", "audit", ""}, publish: publish,
+		jobReader: func(db *sql.DB) (message.Subscriber, error) {
+			return v3.NewSubscriber(db, v3.SubscriberConfig{
+				SchemaAdapter: schema, OffsetsAdapter: v3.DefaultPostgreSQLOffsetsAdapter{}, PollInterval: quick, RetryInterval: quick,
+			}, nil)
+		},
 		initialize: func() (queries []string, err error) {
 			for _, topic := range []string{"orders", "invoices", "forwarder_topic"} {
 				for _, q := range append(schema.SchemaInitializingQueries(topic), v3.DefaultPostgreSQLOffsetsAdapter{}.SchemaInitializingQueries(topic)...) {
@@ -80,6 +93,11 @@ func withV4(queue bool) library {
 	l := library{
 		guide: "from-watermill-sql.md", cutOver: "-- cut over\n", back: "-- back\n", done: "-- back for good\n",
 		topic: "orders", groups: []string{"billing", "audit", ""},
+		jobReader: func(db *sql.DB) (message.Subscriber, error) {
+			return v4.NewSubscriber(v4.BeginnerFromStdSQL(db), v4.SubscriberConfig{
+				SchemaAdapter: jobs.SchemaAdapter, OffsetsAdapter: v4.DefaultPostgreSQLOffsetsAdapter{}, PollInterval: quick, RetryInterval: quick,
+			}, nil)
+		},
 	}
 	if queue {
 		l.cutOver, l.back, l.groups = "-- cut over the queue\n", "-- back to the queue\n", []string{""}
@@ -97,11 +115,12 @@ func withV4(queue bool) library {
 		forOrders, err := schema.SchemaInitializingQueries(v4.SchemaInitializingQueriesParams{Topic: "orders"})
 		forOffsets, errOffsets := offsets.SchemaInitializingQueries(v4.OffsetsSchemaInitializingQueriesParams{Topic: "orders"})
 		forJobs, errJobs := jobs.SchemaAdapter.SchemaInitializingQueries(v4.SchemaInitializingQueriesParams{Topic: "invoices"})
+		forReader, errReader := v4.DefaultPostgreSQLOffsetsAdapter{}.SchemaInitializingQueries(v4.OffsetsSchemaInitializingQueriesParams{Topic: "invoices"})
 		var queries []string
-		for _, q := range append(append(forOrders, forOffsets...), forJobs...) {
+		for _, q := range slices.Concat(forOrders, forOffsets, forJobs, forReader) {
 			queries = append(queries, q.Query)
 		}
-		return queries, errors.Join(err, errOffsets, errJobs)
+		return queries, errors.Join(err, errOffsets, errJobs, errReader)
 	}
 	l.subscriber = func(db *sql.DB, group string) (message.Subscriber, error) {
 		return v4.NewSubscriber(v4.BeginnerFromStdSQL(db), v4.SubscriberConfig{
@@ -130,9 +149,21 @@ func withV4(queue bool) library {
 	return l
 }
 
+// withBytea has payloads that are not JSON for PostgreSQL.
+func withBytea() library {
+	l := withV3("BYTEA")
+	l.adapt = []string{
+		"convert_to(coalesce(new.payload::text, ''), 'UTF8')", "coalesce(new.payload, '')",
+		"convert_to(coalesce(m.payload::text, ''), 'UTF8')", "coalesce(m.payload, '')",
+		"nullif(convert_from(new.payload, 'UTF8'), '')::json", "new.payload",
+		"nullif(convert_from(u.payload, 'UTF8'), '')::json", "u.payload",
+	}
+	return l
+}
+
 // withForwarder is a library whose messages go through Watermill's forwarder.
 func withForwarder() library {
-	l := withV3()
+	l := withV3("JSON")
 	l.topic, l.groups, l.envelopes = forwarderTopic, []string{""}, true
 	publish := l.publish
 	l.publish = func(tx *sql.Tx, topic string, msg *message.Message) error {

@@ -6,6 +6,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/components/forwarder"
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
@@ -22,6 +23,14 @@ func publishOrder(tx *sql.Tx, order *message.Message) error {
 		return err
 	}
 	return events.InSQLTx(tx).Publish("orders", order)
+}
+
+func publishOrderInPgx(tx pgx.Tx, order *message.Message) error {
+	events, err := publisher.NewEventLog(nil, publisher.EventLogConfig{})
+	if err != nil {
+		return err
+	}
+	return events.InTx(tx).Publish("orders", order)
 }
 
 func publishEnveloped(tx *sql.Tx, order *message.Message) error {
