@@ -27,6 +27,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/migrations"
+	"github.com/watermill-eventlog/watermill-eventlog/sequencer"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
@@ -86,6 +87,7 @@ type move struct {
 	stopWork  context.CancelFunc
 	working   sync.WaitGroup
 	lateID    int
+	isolation sql.IsolationLevel
 	pgxToo    bool // the first writer of the new version uses pgx
 }
 
@@ -137,7 +139,7 @@ func (m *move) write(before, after publish) {
 }
 
 func (m *move) transaction(uuid string, n int, undo bool, publish publish) error {
-	tx, err := m.sql.Begin()
+	tx, err := m.sql.BeginTx(context.Background(), &sql.TxOptions{Isolation: m.isolation})
 	if err != nil {
 		return err
 	}
@@ -176,7 +178,7 @@ func (m *move) add(uuid string) {
 
 // late begins a transaction that has written something before a step, and publishes behind it.
 func (m *move) late(publish publish) (finish func()) {
-	tx, err := m.sql.Begin()
+	tx, err := m.sql.BeginTx(context.Background(), &sql.TxOptions{Isolation: m.isolation})
 	require.NoError(m.t, err)
 	_, err = tx.Exec("select pg_current_xact_id()")
 	require.NoError(m.t, err)
@@ -237,6 +239,7 @@ func (m *move) finish(consumers ...string) {
 	m.t.Helper()
 	m.stopWork()
 	require.Empty(m.t, m.failed)
+	require.Zero(m.t, pgtest.Value[int](m.t, m.db, `select deadlocks from pg_stat_database where datname = current_database()`))
 	slices.Sort(m.committed)
 	for _, consumer := range consumers {
 		m.eventually(consumer+" handles all", func() bool {
@@ -337,11 +340,11 @@ func (m *move) newReader(l library, group string, logger *logtest.Logger) (stop 
 
 func TestServiceMovesFromWatermillSQLAndBackUnderWriters(t *testing.T) {
 	t.Parallel()
-	for name, l := range map[string]library{"v3": withV3("JSON"), "v3, bytea": withBytea(), "v4": withV4(false), "v4 queue": withV4(true), "v3, forwarder": withForwarder()} {
+	for name, l := range map[string]library{"v3": withV3("JSON"), "v3, bytea": withBytea(), "v3, repeatable read": withRepeatableRead(), "v4": withV4(false), "v4 queue": withV4(true), "v3, forwarder": withForwarder()} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			m := newMove(t)
-			m.pgxToo = !l.envelopes
+			m.pgxToo = !l.envelopes && !l.staged
 			text := func(first string) string {
 				text := strings.ReplaceAll(block(t, l.guide, first), "orders", l.topic)
 				return strings.NewReplacer(l.adapt...).Replace(text)
@@ -355,6 +358,10 @@ func TestServiceMovesFromWatermillSQLAndBackUnderWriters(t *testing.T) {
 			after := func(tx *sql.Tx, uuid string, n int) error { return publishOrder(tx, orderOf(uuid, n)) }
 			if l.envelopes {
 				after = func(tx *sql.Tx, uuid string, n int) error { return publishEnveloped(tx, orderOf(uuid, n)) }
+			}
+			if l.staged {
+				m.isolation = sql.LevelRepeatableRead
+				after = func(tx *sql.Tx, uuid string, n int) error { return stageOrder(tx, orderOf(uuid, n)) }
 			}
 			var consumers []string
 			for _, group := range l.groups {
@@ -386,6 +393,14 @@ func TestServiceMovesFromWatermillSQLAndBackUnderWriters(t *testing.T) {
 
 			_, err = migrations.Up(t.Context(), m.pool, nil)
 			require.NoError(t, err)
+			if l.staged {
+				numbering, err := sequencer.New(m.pool, sequencer.Config{}, nil)
+				require.NoError(t, err)
+				ctx, cancel := context.WithCancel(context.Background())
+				ended := make(chan error, 1)
+				go func() { ended <- numbering.Run(ctx) }()
+				t.Cleanup(func() { cancel(); <-ended })
+			}
 			if !queue {
 				rows := pgtest.Column[string](t, m.db, `select consumer_group || ' ' || (count > 0) from (`+
 					strings.TrimSuffix(strings.TrimSpace(text("-- unread\n")), ";")+`) unread`)
@@ -430,6 +445,7 @@ func TestServiceMovesFromWatermillSQLAndBackUnderWriters(t *testing.T) {
 			require.Equal(t, fresh, pgtest.Value[int](t, m.db, `select count(*) from effects where service = 'new'`), "the new reader is up and does nothing")
 
 			// And again, for good.
+			m.eventually("all is numbered", func() bool { return pgtest.Value[int](t, m.db, `select count(*) from event_outbox`) == 0 })
 			m.run(text(l.cutOver))
 			m.deploy(true)
 			m.handled("new", 20, consumers...)

@@ -25,6 +25,7 @@ type library struct {
 	publishJob                 func(msg *message.Message, job *message.Message) error   // likewise
 	jobReader                  func(db *sql.DB) (message.Subscriber, error)             // who reads the jobs
 	envelopes                  bool
+	staged                     bool     // writers are under REPEATABLE READ
 	adapt                      []string // what the guide says to replace: old, new
 }
 
@@ -158,6 +159,14 @@ func withBytea() library {
 		"nullif(convert_from(new.payload, 'UTF8'), '')::json", "new.payload",
 		"nullif(convert_from(u.payload, 'UTF8'), '')::json", "u.payload",
 	}
+	return l
+}
+
+// withRepeatableRead has writers that append while they do not see each other.
+func withRepeatableRead() library {
+	l := withV3("JSON")
+	l.staged = true
+	l.adapt = []string{"(topic, uuid, payload, metadata)\n", "(topic, uuid, payload, metadata, staged)\n", "'{}')::jsonb);", "'{}')::jsonb, true);"}
 	return l
 }
 

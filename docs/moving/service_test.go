@@ -25,6 +25,14 @@ func publishOrder(tx *sql.Tx, order *message.Message) error {
 	return events.InSQLTx(tx).Publish("orders", order)
 }
 
+func stageOrder(tx *sql.Tx, order *message.Message) error {
+	events, err := publisher.NewEventLog(nil, publisher.EventLogConfig{Staged: true})
+	if err != nil {
+		return err
+	}
+	return events.InSQLTx(tx).Publish("orders", order)
+}
+
 func publishOrderInPgx(tx pgx.Tx, order *message.Message) error {
 	events, err := publisher.NewEventLog(nil, publisher.EventLogConfig{})
 	if err != nil {
