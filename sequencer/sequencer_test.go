@@ -224,6 +224,27 @@ func TestStagedAppendsWorkAtEveryIsolationLevelAndObeySavepoints(t *testing.T) {
 	require.Equal(t, want, payloads(t, db))
 }
 
+func TestPreparedTransactionWithStagedAppendsIsNumberedAfterItsCommit(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	pool := db.Pool(t)
+	s := newSequencer(t, pool, sequencer.Config{})
+	conn := db.Conn(t)
+	for _, sql := range []string{
+		"begin", "insert into event_outbox (topic, payload, staged) values ('orders', 'prepared', true)", "prepare transaction '" + db.Name() + " staged'",
+	} {
+		_, err := conn.Exec(t.Context(), sql)
+		require.NoError(t, err)
+	}
+	logtest.Append(t, db, "orders", 1)
+	once(t, s)
+	require.Equal(t, []string{"1"}, payloads(t, db))
+	_, err := conn.Exec(t.Context(), "commit prepared '"+db.Name()+" staged'")
+	require.NoError(t, err)
+	once(t, s)
+	require.Equal(t, []string{"1", "prepared"}, payloads(t, db))
+}
+
 type errUndone struct{ error }
 
 func (errUndone) Error() string        { return "undone on purpose" }

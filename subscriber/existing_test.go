@@ -1,6 +1,7 @@
 package subscriber_test
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"regexp"
@@ -248,4 +249,96 @@ func TestGuideRenumbersATableWithASerialColumn(t *testing.T) {
 			require.ErrorContains(t, err, "21")
 		})
 	}
+}
+
+func TestGuideGivesTheTableBackUnderWriters(t *testing.T) {
+	t.Parallel()
+	guide, err := os.ReadFile("../docs/existing-table.md")
+	require.NoError(t, err)
+	blocks := regexp.MustCompile("(?s)```sql\n(.*?)```").FindAllStringSubmatch(string(guide), -1)
+	require.Len(t, blocks, 3)
+	db := pgtest.New(t)
+	db.Exec(t, `create table events (id bigserial primary key, occurred_at timestamptz not null default now(), topic text not null, payload bytea not null default '')`)
+	db.Exec(t, `create table effects (id bigint, payload bytea)`)
+	const byTable = `insert into events (topic, payload) values ('orders', convert_to($1, 'UTF8'))`
+	for i := range 20 {
+		db.Exec(t, byTable, fmt.Sprint("before ", i))
+	}
+	pool := db.Pool(t, func(c *pgxpool.Config) { c.MaxConns = 8 })
+	run := func(sql string) {
+		conn := db.Conn(t)
+		_, err := conn.PgConn().Exec(t.Context(), sql).ReadAll()
+		require.NoError(t, err)
+		require.NoError(t, conn.Close(t.Context()))
+	}
+	run(blocks[0][1])
+	_, err = migrations.Up(t.Context(), pool, shop(t))
+	require.NoError(t, err)
+
+	// A writer of the new version appends all the time, every third event staged.
+	stop, ended, appended := make(chan struct{}), make(chan error, 1), make(chan string, 1_000_000)
+	go func() {
+		for i := 0; ; i++ {
+			select {
+			case <-stop:
+				close(ended)
+				return
+			default:
+			}
+			payload := fmt.Sprint("writer ", i)
+			if _, err := pool.Exec(context.Background(), `insert into shop_outbox (topic, payload, staged) values ('orders', convert_to($1, 'UTF8'), $2)`, payload, i%3 == 0); err != nil {
+				ended <- err
+				return
+			}
+			appended <- payload
+		}
+	}()
+	handled := make(chan struct{}, 1_000_000)
+	runner, err := subscriber.NewRunner(pool, subscriber.RunnerConfig{Log: shop(t), Consumers: []subscriber.ConsumerConfig{
+		{Name: "push", Topic: "orders", Start: cursor.FromBeginning(), BatchSize: 5},
+	}}, nil)
+	require.NoError(t, err)
+	router, err := message.NewRouter(message.RouterConfig{}, nil)
+	require.NoError(t, err)
+	router.AddMiddleware(middleware.Round(nil))
+	router.AddConsumerHandler("push", "orders", runner.Subscriber("push"), func(msg *message.Message) error {
+		unit, _ := cursor.UnitFromContext(msg.Context())
+		tx, err := unit.Tx(msg.Context())
+		if err != nil {
+			return err
+		}
+		handled <- struct{}{}
+		_, err = tx.Exec(msg.Context(), `insert into effects values ($1, $2)`, unit.Event().Seq, []byte(msg.Payload))
+		return err
+	})
+	go router.Run(t.Context())
+	t.Cleanup(func() { router.Close() })
+	for range 40 {
+		<-handled
+	}
+
+	run(blocks[1][1])
+	for i := range 20 { // of the old version; the other goes on
+		db.Exec(t, byTable, fmt.Sprint("after ", i))
+	}
+	from := len(appended)
+	require.Eventually(t, func() bool { return len(appended) > from+20 || len(ended) > 0 }, time.Minute, 5*time.Millisecond)
+	close(stop)
+	require.NoError(t, <-ended)
+	require.NoError(t, router.Close())
+	run(blocks[2][1])
+
+	require.Empty(t, pgtest.Column[string](t, db, `select relname::text from pg_class where relname like 'shop%' union all select proname from pg_proc where proname like 'shop%'`))
+	last := pgtest.Value[int](t, db, `select max(id) from effects`)
+	require.Equal(t, last, pgtest.Value[int](t, db, `select count(*) from effects e join events v using (id, payload)`))
+	require.Equal(t, last, pgtest.Value[int](t, db, `select count(*) from effects`))
+	var want []string
+	for i := range 20 {
+		want = append(want, fmt.Sprint("before ", i), fmt.Sprint("after ", i))
+	}
+	for range len(appended) {
+		want = append(want, <-appended)
+	}
+	require.ElementsMatch(t, want, pgtest.Column[string](t, db, `select convert_from(payload, 'UTF8') from events`))
+	require.Greater(t, pgtest.Value[int](t, db, `select count(*) from events where id > $1`, last), 20, "whoever reads the table goes on here")
 }
