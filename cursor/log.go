@@ -33,6 +33,11 @@ type LogConfig struct {
 	// and a dot before it where that is not "public".
 	Channel string
 
+	// NoNotify leaves NOTIFY out, for servers on which other transactions notify so much that it is the bottleneck: then
+	// consumers see events when they poll. It is decided when the migrations run. Defaults to one NOTIFY for each
+	// transaction that appends.
+	NoNotify bool
+
 	// Table makes an existing table the log. Defaults to a table of the log's own.
 	Table *TableConfig
 }
@@ -42,6 +47,7 @@ type LogConfig struct {
 type Log struct {
 	schema, name, channel string
 	table                 *table // an existing one, or nil
+	noNotify              bool
 
 	rendered sync.Map // what Render was given, to what it made of it
 }
@@ -61,6 +67,7 @@ func NewLog(config LogConfig) (*Log, error) {
 			l.channel = l.schema + "." + l.channel
 		}
 	}
+	l.noNotify = config.NoNotify
 	var tableErr error
 	if config.Table != nil {
 		l.table, tableErr = newTable(*config.Table)
@@ -100,6 +107,9 @@ func (l *Log) orDefault() *Log {
 	}
 	return l
 }
+
+// Notifies tells whether appends wake consumers by NOTIFY.
+func (l *Log) Notifies() bool { return !l.orDefault().noNotify }
 
 // Schema is the schema of the log's tables, unquoted.
 func (l *Log) Schema() string { return l.orDefault().schema }

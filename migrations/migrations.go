@@ -54,8 +54,11 @@ func SQL(log *cursor.Log) []Migration {
 	return migrations
 }
 
-// render puts an existing table in the place of the log's own.
+// render puts an existing table in the place of the log's own, and leaves out what the log does without.
 func render(log *cursor.Log, text string) string {
+	if !log.Notifies() {
+		text = strings.ReplaceAll(text, "    perform pg_notify('event_log', '');\n", "")
+	}
 	if _, existing := log.Existing(); !existing {
 		return log.Render(text)
 	}

@@ -287,3 +287,21 @@ func TestLogWithTheOddestNamesWorksInEveryExecMode(t *testing.T) {
 		require.EqualValues(t, i+1, look.Head)
 	}
 }
+
+func TestLogThatDoesNotNotifyIsSilent(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	log, err := cursor.NewLog(cursor.LogConfig{NoNotify: true})
+	require.NoError(t, err)
+	_, err = migrations.Up(t.Context(), db.Conn(t), log)
+	require.NoError(t, err)
+	listener := db.Conn(t)
+	_, err = listener.Exec(t.Context(), `listen event_log`)
+	require.NoError(t, err)
+	publish(t, db.Pool(t), log, "orders")
+	db.Exec(t, "select pg_notify('event_log', 'the only one')")
+	n, err := listener.WaitForNotification(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, "the only one", n.Payload)
+	require.Equal(t, 1, pgtest.Value[int](t, db, "select count(*)::int from event_log"))
+}

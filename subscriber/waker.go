@@ -23,7 +23,7 @@ func startWaker(r *Runner) *waker {
 	ctx, cancel := context.WithCancel(context.Background())
 	w := &waker{runner: r, cancel: cancel}
 	w.start(ctx, w.poll)
-	if !r.config.DisableListen {
+	if !r.config.DisableListen && r.config.Log.Notifies() {
 		w.start(ctx, w.listen)
 	}
 	return w
