@@ -149,6 +149,9 @@ func appending(ctx context.Context, b *bench) error {
 			return err
 		}
 	}
+	if err := stagedForLong(ctx, b, event); err != nil {
+		return err
+	}
 	for _, writers := range counts {
 		b.report.ratio("ours to a plain insert, "+strconv.Itoa(writers)+" writers", name(ways[0].name, writers), name(ways[3].name, writers), target{})
 		b.report.ratio("ours, staged, to a plain insert, "+strconv.Itoa(writers)+" writers", name(ways[1].name, writers), name(ways[3].name, writers),
@@ -158,6 +161,131 @@ func appending(ctx context.Context, b *bench) error {
 		b.report.ratio("ours to a plain insert and NOTIFY, "+strconv.Itoa(writers)+" writers", name(ways[0].name, writers), name(ways[5].name, writers), target{})
 	}
 	return nil
+}
+
+// stagedForLong stages with 64 writers, alone and while somebody holds a snapshot, and looks whether the sequencer keeps up:
+// what it takes for an event at the end, and what it has left to number.
+func stagedForLong(ctx context.Context, b *bench, event func(int64) *message.Message) error {
+	const writers = 64
+	length := time.Duration(b.either(6, 60)) * time.Second
+	if b.n < 10_000 {
+		length = 500 * time.Millisecond
+	}
+	for _, held := range []bool{false, true} {
+		err := b.inDatabase(ctx, func(db *database) error {
+			pool, err := db.open(ctx, writers, nil)
+			if err != nil {
+				return err
+			}
+			defer pool.Close()
+			way := "staged for " + length.String()
+			if held {
+				way += ", a snapshot held elsewhere"
+				holder, err := pgx.Connect(ctx, db.url)
+				if err != nil {
+					return err
+				}
+				defer func() { _ = holder.Close(context.WithoutCancel(ctx)) }()
+				if _, err := holder.Exec(ctx, "begin isolation level repeatable read; create temporary table held (); select 1"); err != nil {
+					return err
+				}
+			}
+			events, err := publisher.NewEventLog(pool, publisher.EventLogConfig{Staged: true})
+			if err != nil {
+				return err
+			}
+			numbering, err := db.open(ctx, 1, nil)
+			if err != nil {
+				return err
+			}
+			defer numbering.Close()
+			timed := &timedSender{Pool: numbering}
+			s, err := sequencer.New(timed, sequencer.Config{BatchSize: 500}, nil)
+			if err != nil {
+				return err
+			}
+			running, stop := context.WithCancel(ctx)
+			defer stop()
+			ended := make(chan error, 2)
+			go func() { ended <- s.Run(running) }()
+			marks := make([]mark, 3) // after a quarter, after three, at the end
+			go func() {
+				for i, after := range []time.Duration{length / 4, length / 2, length / 4} {
+					if err := errors.Join(pause(ctx, after), timed.mark(ctx, db, &marks[i])); err != nil {
+						ended <- err
+						return
+					}
+				}
+				ended <- nil
+			}()
+			n, rate, err := write(ctx, pool, writers, length, func(_ context.Context, _ *pgxpool.Pool, id int64) error {
+				return events.Publish(eventTopic, event(id))
+			})
+			var left float64
+			err = errors.Join(err, db.QueryRow(ctx, "select count(*)::float8 from event_outbox").Scan(&left))
+			err = errors.Join(err, <-ended) // the marks
+			if err == nil {
+				err = db.until(ctx, "select not exists (select from event_outbox)")
+			}
+			stop()
+			if err = errors.Join(err, <-ended); err != nil {
+				return err
+			}
+			if err := db.checkAppended(ctx, n, true); err != nil {
+				b.report.fail(way, err)
+				return nil
+			}
+			first, last := marks[0].perEvent(mark{}), marks[2].perEvent(marks[1])
+			b.report.add(way, "appends/s", rate)
+			b.report.add(way+", left to number at the end", "s of appends", left/rate)
+			b.report.add(way+", to number one at first", "µs", first)
+			b.report.add(way+", to number one at the end", "µs", last)
+			b.report.ratio(way+": to number one, at the end to at first", way+", to number one at the end", way+", to number one at first", atMost(2))
+			b.say("%s: %s appends/s, %.2f s left, %.0f then %.0f µs to number one", way, number(rate), left/rate, first, last)
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// mark is how much a sequencer has done, and in how much time.
+type mark struct {
+	events int64
+	busy   time.Duration
+}
+
+// perEvent is since an earlier one, in µs.
+func (m mark) perEvent(before mark) float64 {
+	return (m.busy - before.busy).Seconds() * 1e6 / float64(max(1, m.events-before.events))
+}
+
+// timedSender is a pool that tells how long its trips took.
+type timedSender struct {
+	*pgxpool.Pool
+	busy atomic.Int64
+}
+
+func (t *timedSender) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
+	return &timedResults{t.Pool.SendBatch(ctx, b), t, time.Now()}
+}
+
+func (t *timedSender) mark(ctx context.Context, db *database, m *mark) error {
+	m.busy = time.Duration(t.busy.Load())
+	return db.QueryRow(ctx, "select last_seq from event_seq").Scan(&m.events)
+}
+
+type timedResults struct {
+	pgx.BatchResults
+	sender *timedSender
+	began  time.Time
+}
+
+func (t *timedResults) Close() error {
+	defer func() { t.sender.busy.Add(int64(time.Since(t.began))) }()
+	return t.BatchResults.Close()
 }
 
 func stagedTarget(writers int) target {

@@ -78,6 +78,9 @@ func trickle(ctx context.Context, b *bench) error {
 		if err := b.inDatabase(ctx, func(db *database) error { return latency(ctx, b, db, max(20, min(n, 1000))) }); err != nil {
 			return err
 		}
+		if err := b.inDatabase(ctx, func(db *database) error { return stagedLatency(ctx, b, db, max(20, min(n, 100))) }); err != nil {
+			return err
+		}
 	}
 	for _, q := range []struct {
 		name string
@@ -293,5 +296,51 @@ func latency(ctx context.Context, b *bench, db *database, n int) error {
 		b.report.add("the handler's first line after the bare LISTEN, "+q.name, "µs", quantile(between, q.value))
 	}
 	b.say("latency: handler %s µs, bare LISTEN %s µs (medians)", number(quantile(toHandlers, 0.5)), number(quantile(toListens, 0.5)))
+	return db.checkJobs(ctx, n, true)
+}
+
+// stagedLatency measures how soon the handler of a staged event runs, with a sequencer as it comes.
+func stagedLatency(ctx context.Context, b *bench, db *database, n int) error {
+	pool, err := db.open(ctx, 6, nil)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	handled := make(chan time.Time, 1)
+	o, err := startTrickle(ctx, pool, func() { handled <- time.Now() })
+	if err != nil {
+		return err
+	}
+	var took []float64
+	_, err = db.sequenced(ctx, func() error {
+		if err := listening(ctx, db); err != nil {
+			return err
+		}
+		for i := range n {
+			// Not in step with the sequencer's polls.
+			if err := pause(ctx, time.Duration(i%50)*time.Millisecond); err != nil {
+				return err
+			}
+			if _, err := db.Exec(ctx, "insert into event_outbox (topic, uuid, payload, metadata, staged) values ($1, $2, $3, $4, true)", appended(int64(i+1))...); err != nil {
+				return err
+			}
+			sent := time.Now()
+			select {
+			case at := <-handled:
+				took = append(took, at.Sub(sent).Seconds()*1e6)
+			case <-time.After(20 * time.Second):
+				return errors.New("a staged event was not handled in 20 seconds")
+			}
+			if err := db.until(ctx, sqlPassed, i+1); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err := errors.Join(err, o.stop()); err != nil {
+		return err
+	}
+	b.report.add("from the COMMIT of a staged event to the handler's first line, median", "µs", quantile(took, 0.5))
+	b.report.add("from the COMMIT of a staged event to the handler's first line, 99th percentile", "µs", quantile(took, 0.99))
 	return db.checkJobs(ctx, n, true)
 }
