@@ -138,7 +138,7 @@ func waysToAppend(t *testing.T, db *pgtest.DB, staged bool) map[string]appending
 	}
 }
 
-const sqlNumberStaged = `select numbered from event_outbox_sequence(null, '0', 0, 10000)`
+const sqlNumberStaged = `select numbered from event_outbox_sequence(null, null, '0', 0, 10000)`
 
 func TestEdgeValuesGoFromTheAppendToTheReaderOfTheJobs(t *testing.T) {
 	t.Parallel()

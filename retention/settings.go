@@ -74,7 +74,7 @@ with noted as (
     values ('', '', '', 'retention', $6, $7)
 )
 update public.event_retention r
-set switched_on = $1, keep = make_interval(secs => $2), partition_size = $3,
+set set_at = clock_timestamp(), switched_on = $1, keep = make_interval(secs => $2), partition_size = $3,
     pinned_age = make_interval(secs => nullif($4::float8, 0)), pinned_bytes = nullif($5::bigint, 0)
 returning r.one`
 

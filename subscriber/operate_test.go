@@ -157,3 +157,24 @@ func TestRecordOfRoundsIsARing(t *testing.T) {
 		}
 	}
 }
+
+func TestConsumerSaysOnceThatItStandsStillForAnOperator(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	key := cursor.Key{Consumer: "push"}
+	_, err := cursor.Ensure(t.Context(), db.Conn(t), nil, "test", []cursor.Registration{{Key: key, Start: fromBeginning}})
+	require.NoError(t, err)
+	_, err = cursor.Pause(t.Context(), db.Conn(t), nil, key, me)
+	require.NoError(t, err)
+	s := start(t, db, map[string]handler{"push": work})
+	s.logger.Wait(t, t.Context(), 1, "event consumer stands still")
+	for range 5 {
+		logtest.Append(t, db, "orders", 1) // each wakes it
+	}
+	_, err = cursor.Resume(t.Context(), db.Conn(t), nil, key, me)
+	require.NoError(t, err)
+	s.logger.Wait(t, t.Context(), 1, "event consumer goes on after its pause")
+	waitPosition(t, db, "push", 5)
+	require.Len(t, s.logger.Lines("event consumer stands still", "info"), 1)
+	require.Len(t, s.logger.Lines("event consumer goes on", "info"), 1)
+}

@@ -112,3 +112,34 @@ func TestRoleThatConsumesDoesAllThatAConsumerDoes(t *testing.T) {
 	(<-messages).Ack()
 	require.Equal(t, []int64{11, 13}, pgtest.Column[int64](t, db, "select unnest(array[first_seq, last_seq]) from event_consumer_losses"))
 }
+
+func TestRoleThatOperatesDoesWhatAnOperatorDoes(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	pool := asRole(t, db, "operate")
+	key, order := cursor.Key{Consumer: "push"}, cursor.Order{By: "me", Reason: "to see"}
+	_, err := cursor.Ensure(t.Context(), db.Conn(t), nil, "test", []cursor.Registration{{Key: key, Start: fromBeginning}})
+	require.NoError(t, err)
+	db.Exec(t, "insert into event_outbox (topic, payload) select 'orders', '1' from generate_series(1, 9)")
+	db.Exec(t, `insert into event_consumer_parked (consumer, topic, shard, seq, occurred_at, recorded_at, event_topic, uuid, payload, metadata, error_type, attempts, parked_by)
+		select 'push', '', '', l.seq, l.occurred_at, l.recorded_at, l.topic, l.uuid, l.payload, l.metadata, 'x', 1, 'me' from event_log l where l.seq <= 2`)
+	db.Exec(t, "insert into event_consumer_losses (consumer, topic, shard, first_seq, last_seq, reason, recorded_by) values ('push', '', '', 1, 1, 'retention', 'me')")
+	for name, do := range map[string]func() error{
+		"seek":    func() error { _, err := cursor.Seek(t.Context(), pool, nil, key, cursor.FromSeq(5), order); return err },
+		"redact":  func() error { _, err := cursor.Redact(t.Context(), pool, nil, 1, order); return err },
+		"discard": func() error { _, err := cursor.Discard(t.Context(), pool, nil, key, 1, order); return err },
+		"replay":  func() error { _, err := cursor.Replay(t.Context(), pool, nil, key, 2, order); return err },
+		"settle":  func() error { _, err := cursor.SettleLosses(t.Context(), pool, nil, key, 0, order); return err },
+		"pause":   func() error { _, err := cursor.Pause(t.Context(), pool, nil, key, order); return err },
+		"verify":  func() error { _, err := cursor.Verify(t.Context(), pool, nil, nil); return err },
+		"survey":  func() error { _, err := cursor.SurveyOf(t.Context(), pool, nil); return err },
+		"asking":  func() error { _, err := cursor.Deliveries(t.Context(), pool, nil, 3); return err },
+	} {
+		require.NoError(t, do(), name)
+	}
+	for _, refused := range []string{"delete from event_log", "insert into event_outbox (topic) values ('x')", "update event_seq set last_seq = 0",
+		"update event_log set seq = 100", "delete from event_consumer_cursors", "delete from event_consumer_interventions"} {
+		_, err := pool.Exec(t.Context(), refused)
+		require.ErrorContains(t, err, "42501", refused)
+	}
+}

@@ -63,6 +63,9 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 		s.end(r.Rollback)
 		return failedAt(err, span{seq: seqOf(err)}), nil
 	}
+	if opening.Status != cursor.Locked && opening.Status != cursor.Held {
+		s.tellHeld(false)
+	}
 	switch opening.Status {
 	case cursor.Locked:
 		s.end(r.Rollback)
@@ -71,6 +74,7 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 	case cursor.Held:
 		s.end(r.Rollback)
 		s.meter.idle()
+		s.tellHeld(true)
 		return outcome{}, nil
 	case cursor.Waiting:
 		s.end(r.Rollback)
@@ -144,6 +148,20 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 		before, counted = commitSpan(opening, handed), s.meter.tally(r, handed)
 		s.meter.begin()
 		r = r.Chain(s.cut, s.runner.roundID(), through)
+	}
+}
+
+// tellHeld logs when an operator's pause or retirement begins and ends to be what a process stands still for.
+func (s *subscription) tellHeld(held bool) {
+	if held == s.held {
+		return
+	}
+	s.held = held
+	fields := watermill.LogFields{"consumer": s.key.String()}
+	if held {
+		s.runner.logger.Info("event consumer stands still: an operator has paused or retired it", fields)
+	} else {
+		s.runner.logger.Info("event consumer goes on after its pause", fields)
 	}
 }
 

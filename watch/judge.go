@@ -89,15 +89,20 @@ func (w *Watch) judge(f *found) Report {
 		report.Problems = append(report.Problems, Problem{Kind: RetentionShort, Severity: Warning,
 			Summary: "The log does not say how long its events are kept.",
 			Next:    fmt.Sprintf("Run: insert into %s default values", w.config.Log.Table("retention"))})
-	case !w.retained(*f.keep):
+	case f.removes != nil && *f.removes && !w.retained(*f.keep):
 		report.Problems = append(report.Problems, Problem{Kind: RetentionShort, Severity: Warning,
 			Summary: "Events are kept for no longer than work may wait before somebody is called (event_retention.keep, PendingAlertAfter).",
-			Next:    "Raise event_retention.keep, or lower PendingAlertAfter and the alert's number."})
+			Next:    "Keep them for longer (eventlog retention set --keep), or lower PendingAlertAfter and the alert's number."})
 	}
 	if f.keep != nil && !math.IsInf(*f.keep, 0) { // for ever has no number in JSON
 		report.Log.RetentionSeconds = *f.keep
 	}
 	removes := f.removes != nil && *f.removes
+	if f.reserve != nil && *f.reserve < 1 {
+		report.Problems = append(report.Problems, Problem{Kind: Maintenance, Severity: Critical, Seq: f.head + 1,
+			Summary: fmt.Sprintf("There is no partition for event %d: appends fail.", f.head+1),
+			Next:    "Make partitions: eventlog retention run; and see that a process with package retention runs."})
+	}
 	switch late := f.now.Sub(or(f.maintainedAt)); {
 	case !removes:
 	case f.maintenanceFails != nil && f.now.Sub(*f.maintenanceFails) > w.config.Grace:
@@ -126,6 +131,11 @@ func (w *Watch) judge(f *found) Report {
 		report.Consumers = append(report.Consumers, c)
 		report.Problems = append(report.Problems, problems...)
 	}
+	if len(f.cursors) == 0 {
+		report.Problems = append(report.Problems, Problem{Kind: NothingWatched, Severity: Warning,
+			Summary: "The log has no consumers, and none are expected by name: nobody's work is looked at.",
+			Next:    "Check that this is the right database, and name the consumers that have to be there."})
+	}
 	slices.SortStableFunc(report.Problems, func(a, b Problem) int { return int(b.Severity) - int(a.Severity) })
 	if len(report.Problems) > 0 {
 		report.Status = report.Problems[0].Severity
@@ -148,7 +158,7 @@ func (w *Watch) consumer(f *found, r *row) (Consumer, []Problem) {
 		c.Status = max(c.Status, p.Severity)
 	}
 	if !r.exists {
-		add(w.missing(r))
+		add(w.missing(f, r))
 		return c, problems
 	}
 	c.Position = &r.position
@@ -163,7 +173,12 @@ func (w *Watch) consumer(f *found, r *row) (Consumer, []Problem) {
 		c.Lag = &lag
 	}
 	if !r.retiredAt.IsZero() {
-		return c, nil
+		if len(w.config.Keys) > 0 {
+			add(Problem{Kind: Retired, Severity: Warning, Since: r.retiredAt,
+				Summary: fmt.Sprintf("%s is expected, and was retired: nothing is handled and nothing kept for it.", c.Name),
+				Next:    "Take it off the list of expected consumers, or bring it back: " + change("resume", key)})
+		}
+		return c, problems
 	}
 	if stands != nil {
 		add(*stands)
@@ -181,7 +196,7 @@ func (w *Watch) consumer(f *found, r *row) (Consumer, []Problem) {
 	}
 	if r.parked > 0 {
 		add(Problem{Kind: Parked, Severity: Warning, Seq: r.parkedSeq, Since: r.parkedSince, ErrorType: r.parkedType,
-			Summary: fmt.Sprintf("%s has %d parked events, the first is %d (%s).", c.Name, r.parked, r.parkedSeq, r.parkedType),
+			Summary: fmt.Sprintf("%s has parked %d of its events; the first is %d (%s).", c.Name, r.parked, r.parkedSeq, r.parkedType),
 			Next: fmt.Sprintf("Look at them with: %s; mend the cause, then: %s, or: %s",
 				command("parked list", key), change("parked replay", key, r.parkedSeq), change("parked discard", key, r.parkedSeq))})
 	}
@@ -222,7 +237,7 @@ func (r *row) waiting(f *found) (since, available time.Time) {
 }
 
 // maintained is how long the log may be without maintenance, whatever the grace period is.
-const maintained = time.Hour
+const maintained = 10 * time.Minute
 
 func seconds(s *float64) time.Duration {
 	if s == nil || *s > float64(math.MaxInt64)/1e9 {
@@ -240,10 +255,15 @@ func latest(moments ...time.Time) (last time.Time) {
 	return last
 }
 
-func (w *Watch) missing(r *row) Problem {
+func (w *Watch) missing(f *found, r *row) Problem {
 	p := Problem{Kind: CursorMissing, Severity: Critical, ErrorType: "cursor_missing",
 		Summary: fmt.Sprintf("%s is expected and has no cursor: it was never started on this log.", r.key),
 		Next:    "Start its process, which makes the cursor, or take it off the list of expected consumers."}
+	for _, other := range f.others {
+		if key, err := cursor.ParseKey(other); err == nil && key.Consumer == r.key.Consumer {
+			p.Next += " The log has " + other + "."
+		}
+	}
 	if r.recorded {
 		p.Summary = fmt.Sprintf("%s has no cursor, although it was created once: its row is gone.", r.key)
 		p.Next = fmt.Sprintf("Restore its row in %s, or delete its creation from %s to let it start anew.",

@@ -23,11 +23,25 @@ with expected as (
 ), watched as (
     select e.consumer, e.topic, e.shard, e.n from expected e
     union all
-    select c.consumer, c.topic, c.shard, 0 from public.event_consumer_cursors c where cardinality($1::text[]) = 0
+    select c.consumer, c.topic, c.shard, 0 from (
+        select a.consumer, a.topic, a.shard from public.event_consumer_cursors a
+        union
+        select i.consumer, i.topic, i.shard from public.event_consumer_interventions i where i.action = 'create'
+    ) c
+    where cardinality($1::text[]) = 0
 ), log as (
     select s.last_seq as head, clock_timestamp() as now, lowest.seq as lowest, lowest.recorded_at as lowest_at,
         (select l.recorded_at from public.event_log l order by l.seq desc limit 1) as newest_at,
         r.keep, r.switched_on, r.maintained_at, r.failing_since,
+        (
+            select max((e.ends)[1]::numeric) from (
+                select regexp_match(pg_get_expr(p.relpartbound, p.oid), 'TO \(''([0-9]+)''\)') as ends
+                from pg_inherits i join pg_class p on p.oid = i.inhrelid where i.inhparent = to_regclass($5)
+            ) e
+            where not exists (
+                select from pg_inherits i join pg_class p on p.oid = i.inhrelid
+                where i.inhparent = to_regclass($5) and pg_get_expr(p.relpartbound, p.oid) like '%TO (MAXVALUE)%')
+        )::bigint - 1 - s.last_seq as reserve,
         pg_is_in_recovery() as standby,
         (select o.appended_at from public.event_outbox o where o.staged order by o.xid, o.id limit 1) as staged_at,
         (select coalesce(jsonb_agg(jsonb_build_array(c.consumer, c.topic, c.shard) order by c.consumer, c.topic, c.shard), '[]')::text
@@ -37,11 +51,11 @@ with expected as (
     from public.event_seq s
     left join lateral (select l.seq, l.recorded_at from public.event_log l order by l.seq limit 1) lowest on true
     left join lateral (
-        select extract(epoch from t.keep)::float8 as keep, t.switched_on, t.maintained_at, t.failing_since from public.event_retention t limit 1
+        select extract(epoch from t.keep)::float8 as keep, t.switched_on, greatest(t.maintained_at, t.set_at) as maintained_at, t.failing_since from public.event_retention t limit 1
     ) r on true
     limit 1 -- there is one; that the planner knows it keeps the estimates small, and so the compiler (jit) away
 )
-select g.head, g.now, coalesce(g.lowest, 0), g.lowest_at, g.newest_at, g.keep, g.switched_on, g.maintained_at, g.failing_since, g.standby, g.staged_at, g.others,
+select g.head, g.now, coalesce(g.lowest, 0), g.lowest_at, g.newest_at, g.keep, g.switched_on, g.maintained_at, g.failing_since, g.reserve, g.standby, g.staged_at, g.others,
     k.consumer, k.topic, k.shard,
     exists (
         select from public.event_consumer_interventions i
@@ -98,6 +112,7 @@ type found struct {
 	removes            *bool // retention is switched on
 	maintainedAt       *time.Time
 	maintenanceFails   *time.Time // since when
+	reserve            *int64     // numbers above the head that there are partitions for; null is without end
 	standby            bool
 	stagedAt           *time.Time // of the oldest staged event
 	others             []string
@@ -140,7 +155,7 @@ func (w *Watch) read(ctx context.Context) (*found, error) {
 	for i, k := range w.config.Keys {
 		consumers[i], topics[i], shards[i] = k.Consumer, k.Topic, k.Shard
 	}
-	rows, err := w.db.Query(ctx, w.config.Log.Render(sqlLook), consumers, topics, shards, ahead)
+	rows, err := w.db.Query(ctx, w.config.Log.Render(sqlLook), consumers, topics, shards, ahead, w.config.Log.Table("log"))
 	if err != nil {
 		return nil, err
 	}
@@ -175,7 +190,7 @@ func (f *found) scan(rows pgx.Rows) error {
 	var occurredAt, createdAt, movedAt, matchedAt, pausedAt, retiredAt, pendingOccurred, pendingRecorded, baseAt, unmatchedAt,
 		since, failedAt, retryAt, parkedSince, lostSince *time.Time
 	var failure Failure
-	err := rows.Scan(&f.head, &f.now, &f.lowest, &f.lowestAt, &f.newestAt, &f.keep, &f.removes, &f.maintainedAt, &f.maintenanceFails, &f.standby, &f.stagedAt, &others,
+	err := rows.Scan(&f.head, &f.now, &f.lowest, &f.lowestAt, &f.newestAt, &f.keep, &f.removes, &f.maintainedAt, &f.maintenanceFails, &f.reserve, &f.standby, &f.stagedAt, &others,
 		&consumer, &topic, &shard, &r.recorded,
 		&position, &occurredAt, &createdAt, &movedAt, &r.movedBy, &r.matched, &matchedAt, &pausedAt, &retiredAt, &r.rewritten,
 		&r.pending, &pendingOccurred, &pendingRecorded, &r.numbers, &r.base, &baseAt, &r.unmatched, &unmatchedAt,

@@ -267,7 +267,7 @@ func TestWithoutExpectedCursorsEveryRowIsLookedAtAndTheReportSaysSo(t *testing.T
 	db := logtest.New(t)
 	w, c := at(t, db)
 	r := w.Look(t.Context())
-	healthy(t, r)
+	only(t, r, watch.NothingWatched, watch.Warning)
 	require.Empty(t, r.Consumers)
 	require.Contains(t, strings.Join(r.Coverage.Limits, "\n"), "No cursors are expected by name")
 	ensure(t, db, push, other)
@@ -456,7 +456,34 @@ func TestPausedConsumerIsAWarningWhenWorkWaitsAndARetiredOneIsNot(t *testing.T) 
 	only(t, w.Look(t.Context()), watch.Paused, watch.Warning) // a pause does not hide a stall that was there before
 	db.Exec(t, "update event_consumer_cursors set paused_at = null, retired_at = clock_timestamp()")
 	c.set(24 * time.Hour)
+	only(t, w.Look(t.Context()), watch.Retired, watch.Warning) // and nothing of what waits for it
+	everybody, _ := at(t, db)
+	healthy(t, everybody.Look(t.Context())) // nobody has said that it is expected
+}
+
+func TestCursorThatWasMadeAndIsGoneIsMissedByNoNameToo(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	w, _ := at(t, db)
+	ensure(t, db, push, other)
 	healthy(t, w.Look(t.Context()))
+	db.Exec(t, "delete from event_consumer_cursors where consumer = $1", push.Consumer)
+	require.Equal(t, push, only(t, w.Look(t.Context()), watch.CursorMissing, watch.Critical).Key)
+}
+
+func TestLogWithoutAPartitionForItsNextEventIsAProblem(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	w, _ := at(t, db, push)
+	ensure(t, db, push)
+	db.Exec(t, "alter table event_log detach partition event_log_first")
+	db.Exec(t, "alter table event_log attach partition event_log_first for values from (minvalue) to (4)")
+	for n := range int64(3) {
+		healthy(t, w.Look(t.Context()))
+		logtest.Append(t, db, "orders", 1)
+		move(t, db, push, n+1)
+	}
+	require.Equal(t, int64(4), only(t, w.Look(t.Context()), watch.Maintenance, watch.Critical).Seq)
 }
 
 func TestConsumerThatMatchesNothingWhileTheLogMovesIsAWarning(t *testing.T) {
@@ -519,6 +546,8 @@ func TestConsumerWithItsLastEventLongAgoInASilentLogIsFine(t *testing.T) {
 func TestPendingAlertMustLieBelowTheRetention(t *testing.T) {
 	t.Parallel()
 	db := logtest.New(t)
+	ensure(t, db, push)
+	db.Exec(t, "update event_retention set switched_on = true, maintained_at = clock_timestamp()")
 	w := newWatch(t, db.Pool(t), watch.Config{PendingAlertAfter: time.Hour})
 	require.NoError(t, w.Check(t.Context()))
 	for keep, below := range map[string]bool{"59 minutes": false, "1 hour": false, "1 hour 1 second": true, "1 month": true} {
@@ -651,7 +680,7 @@ func TestLookIsPlannedWithoutTheCompiler(t *testing.T) {
 	}
 	for _, consumers := range [][]string{{}, keys[:1], keys} {
 		empty := make([]string, len(consumers))
-		plan := strings.Join(pgtest.Column[string](t, db, "explain "+watch.SQLLook, consumers, empty, empty, 100), "\n")
+		plan := strings.Join(pgtest.Column[string](t, db, "explain "+watch.SQLLook, consumers, empty, empty, 100, "event_log"), "\n")
 		require.NotContains(t, plan, "JIT", "for %d cursors", len(consumers))
 	}
 }

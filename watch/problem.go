@@ -36,13 +36,17 @@ const (
 	// Paused is a consumer that an operator has paused while work older than the grace period waits for it, or that
 	// was paused for longer than that with any work waiting. A warning; it replaces Standing and Behind.
 	Paused Kind = "paused"
+	// Retired is a consumer that was retired although it is expected by name. A warning.
+	Retired Kind = "retired"
+	// NothingWatched is a log without consumers, of which none are expected by name either. A warning.
+	NothingWatched Kind = "nothing_watched"
 	// MatchesNothing is a consumer that has passed MatchNothing's worth of the log without an event of its own. A warning.
 	MatchesNothing Kind = "matches_nothing"
 	// RetentionShort is a log that keeps events for no longer than PendingAlertAfter, or does not say how long. A warning.
 	RetentionShort Kind = "retention_short"
-	// Maintenance is a log whose retention is switched on and whose partitions nobody maintains, for an hour or the grace
-	// period, if that is longer, or whose maintenance fails for longer than the grace period. Critical: when there are none
-	// left ahead, appends fail.
+	// Maintenance is a log whose retention is switched on and whose partitions nobody maintains, for ten minutes or the grace
+	// period, if that is longer, or whose maintenance fails for longer than the grace period. It is also a log that has no partition for its next event. Critical: when there
+	// are none left ahead, appends fail.
 	Maintenance Kind = "maintenance"
 	// Pinned is a consumer for which events are kept for longer than the retention. A warning.
 	Pinned Kind = "pinned"
@@ -57,7 +61,7 @@ const (
 
 // Kinds are all there are.
 func Kinds() []Kind {
-	return []Kind{Standing, Behind, CursorMissing, CursorAhead, Gap, Failing, Losses, Parked, Paused, MatchesNothing,
+	return []Kind{Standing, Behind, CursorMissing, CursorAhead, Gap, Failing, Losses, Parked, Paused, Retired, NothingWatched, MatchesNothing,
 		RetentionShort, Maintenance, Pinned, Staged, Standby, InspectionFailed}
 }
 

@@ -49,6 +49,9 @@ func fieldsOf(t reflect.Type, at string) (all []string) {
 				continue
 			}
 			name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+			if name == "-" {
+				continue
+			}
 			all = append(all, fieldsOf(f.Type, strings.TrimPrefix(at+"."+name, "."))...)
 		}
 		return all

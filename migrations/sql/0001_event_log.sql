@@ -348,6 +348,7 @@ create table public.event_retention (
     partition_size bigint      not null default 1000000 check (partition_size > 0),
     pinned_age     interval    check (pinned_age >= keep), -- how old what is kept for a late consumer may become
     pinned_bytes   bigint      check (pinned_bytes > 0),   -- how much of it may be kept
+    set_at         timestamptz, -- when these were set
     maintained_at  timestamptz, -- when the last maintenance ended
     maintained_by  text,
     error          text,        -- what it failed with
