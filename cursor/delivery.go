@@ -257,6 +257,9 @@ func (e *evidence) delivery() Delivery {
 		}
 	}
 	last := e.jump.at
+	if e.jump.action != nil && *e.jump.action == "discard" && handledAt != nil {
+		last = nil // a copy was discarded of what had come again and was handled
+	}
 	if x := e.loss; after(x.at, last) {
 		last = x.at
 		d = Delivery{Cursor: d.Cursor, Seq: d.Seq, Position: d.Position, State: LostUnhandled, At: x.at, By: *x.by, Reason: *x.reason}
@@ -268,6 +271,9 @@ func (e *evidence) delivery() Delivery {
 	}
 	if after(handledAt, last) {
 		d = Delivery{Cursor: d.Cursor, Seq: d.Seq, Position: d.Position, State: Handled, At: handledAt, By: *e.round.by, Round: *e.round.id}
+	}
+	if d.State == SkippedByHand && handledAt != nil {
+		d.Before = &Handling{Instance: *e.round.by, Round: *e.round.id, CommittedAt: *handledAt}
 	}
 	if d.State == Handled && e.key.Topic != "" && e.topic == nil {
 		// Only a round that handled all that it covered, or nothing, tells whether the event was its own.

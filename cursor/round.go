@@ -436,6 +436,7 @@ func (r *Round) restore(ctx context.Context) error {
 	if _, err := r.conn.Exec(ctx, sqlRestore, r.searchPath, r.role); err != nil {
 		return fmt.Errorf("restore search_path and role: %w", err)
 	}
+	r.session.untouched = false // an attempt that is undone must not take this back
 	return nil
 }
 

@@ -25,7 +25,8 @@ type TableConfig struct {
 
 	// The columns. An empty name is that of the field in snake case (occurred_at). Seq is a bigint, unique, not null and
 	// without a default; OccurredAt and RecordedAt are timestamptz and not null; Topic, Key and UUID are text or
-	// varchar. Those from RecordedAt on may be [NoColumn]: then an event is recorded when it occurred, has no key, its
+	// varchar; Topic and Payload are not null. Triggers on the table run with the search_path pg_catalog: they have to
+	// qualify what they name. Those from RecordedAt on may be [NoColumn]: then an event is recorded when it occurred, has no key, its
 	// number as UUID, and no metadata. Package publisher refuses a key and metadata for which there is no column.
 	Seq, OccurredAt, Topic, Payload string
 	RecordedAt, Key, UUID, Metadata string
@@ -211,7 +212,7 @@ begin
     end if;
     select a.attname, a.attnotnull, format_type(a.atttypid, -1) as type, a.atthasdef or a.attidentity <> '' as numbered,
         exists (
-            select from pg_index i where i.indrelid = of and i.indisunique and i.indimmediate and i.indpred is null
+            select from pg_index i where i.indrelid = of and i.indisunique and i.indisvalid and i.indimmediate and i.indpred is null
                 and i.indnkeyatts = 1 and i.indkey[0] = a.attnum) as single
     into col
     from pg_attribute a where a.attrelid = of and a.attname = %[2]s and a.attnum > 0 and not a.attisdropped;
@@ -224,6 +225,16 @@ begin
         raise exception 'the numbers of the log %% (column %%) must be of type bigint, not null and unique by an index of their own', of, col.attname
             using errcode = 'invalid_table_definition';
     end if;
+    if exists (select from pg_inherits i join pg_class c on c.oid = i.inhparent where c.oid = of and c.relkind <> 'p') then
+        raise exception 'the log %% has tables that inherit from it, whose numbers nothing keeps apart', of
+            using errcode = 'invalid_table_definition';
+    end if;
+    for col in
+        select a.attname from pg_attribute a where a.attrelid = of and a.attname in (%[15]s) and not a.attnotnull
+    loop
+        raise exception 'column %% of the log %% may be null', col.attname, of
+            using errcode = 'invalid_table_definition', hint = 'give the rows that have none a value, and set it not null';
+    end loop;
     for col in
         select a.attname, format_type(a.atttypid, -1) as type from pg_attribute a
         where a.attrelid = of and a.attname in (%[14]s) and (a.atttypid <> 'timestamptz'::regtype or not a.attnotnull)
@@ -268,7 +279,7 @@ returning %[10]s;
 		literal(t.name), literal(t.Seq), view, strings.Join(list, ",\n    "), t.name, l.Table("seq"),
 		pgx.Identifier{l.name + "_log_append"}.Sanitize(), strings.Join(names, ", "), strings.Join(values, ", "), strings.Join(shown, ", "),
 		pgx.Identifier{l.name + "_log_redact"}.Sanitize(), strings.Join(redacted, ", "), t.column(t.Seq),
-		literal(t.OccurredAt)+", "+literal(t.RecordedAt))
+		literal(t.OccurredAt)+", "+literal(t.RecordedAt), literal(t.Topic)+", "+literal(t.Payload))
 	triggerSQL = fmt.Sprintf(`
 create trigger %s before insert on %s
     for each statement execute function %s('log', %s);

@@ -109,21 +109,27 @@ func NewEventLog(db BatchSender, config EventLogConfig) (*EventLog, error) {
 		if db == nil {
 			return errNoDatabase
 		}
-		return insertAndCommit(ctx, db, statements)
+		return insertAndCommit(ctx, db, statements, config.Staged && len(statements) == 1)
 	}}, nil
 }
 
-func insertAndCommit(ctx context.Context, db BatchSender, statements []statement) error {
+// insertAndCommit inserts in one trip. A single statement that numbers nothing needs no transaction around it, whatever the
+// session's isolation level is.
+func insertAndCommit(ctx context.Context, db BatchSender, statements []statement, bare bool) error {
 	conn := connection(db)
 	if conn != nil && !conn.IsClosed() && conn.PgConn().TxStatus() != 'I' {
 		return errors.New("the publisher's connection is in a transaction, which would be committed: use InTx")
 	}
 	batch := &pgx.Batch{}
-	batch.Queue("begin isolation level read committed")
+	if !bare {
+		batch.Queue("begin isolation level read committed")
+	}
 	for _, s := range statements {
 		batch.Queue(s.sql, s.args...)
 	}
-	batch.Queue("commit")
+	if !bare {
+		batch.Queue("commit")
+	}
 	tag, err := send(ctx, db, batch)
 	if err == nil && tag == "ROLLBACK" {
 		err = pgx.ErrTxCommitRollback

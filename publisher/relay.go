@@ -134,12 +134,30 @@ func (r *Relay) BeforeCommit(ctx context.Context, items []cursor.Item) error {
 		messages[kept.topic] = append(messages[kept.topic], msg)
 	}
 	for _, topic := range topics {
-		if err := r.pub.Publish(topic, messages[topic]...); err != nil {
+		if err := publishGuarded(r.pub, topic, messages[topic]); err != nil {
 			return fmt.Errorf("relay %d messages to %q: %w", len(messages[topic]), topic, err)
 		}
 	}
 	return nil
 }
+
+// publishGuarded makes a panic of somebody else's publisher an error, as a handler's is: the round fails, and is tried again.
+func publishGuarded(pub message.Publisher, topic string, messages []*message.Message) (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = &publisherPanic{kind: fmt.Sprintf("%T", v)}
+		}
+	}()
+	return pub.Publish(topic, messages...)
+}
+
+// publisherPanic does not keep the value, as it may hold secrets.
+type publisherPanic struct{ kind string }
+
+func (e *publisherPanic) Error() string { return "the publisher panicked (" + e.kind + ")" }
+
+// ErrorType is "internal".
+func (*publisherPanic) ErrorType() string { return "internal" }
 
 // relayContext ends with the round, and carries what the message's own context did.
 type relayContext struct {

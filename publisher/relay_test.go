@@ -160,6 +160,27 @@ func TestBrokersErrorRollsTheRoundBack(t *testing.T) {
 	require.Len(t, b.heard(), 1)
 }
 
+func TestPanicOfTheBrokersClientFailsTheRound(t *testing.T) {
+	t.Parallel()
+	s := newService(t, nil)
+	logtest.Append(t, s.db, "orders", 1)
+	panics := 2
+	b := &broker{fail: func() error {
+		if panics--; panics >= 0 {
+			panic("secret")
+		}
+		return nil
+	}}
+	s.runRelay(t, newRelay(t, b, publisher.RelayConfig{}), two)
+	s.passed(t, 1)
+	s.stop()
+	lines := s.consumer.Lines("event consumer round failed", "error")
+	require.Len(t, lines, 1)
+	require.Equal(t, "internal", lines[0].Fields["error.type"])
+	require.NotContains(t, lines[0].String(), "secret")
+	require.Len(t, b.heard(), 1)
+}
+
 func TestIdGoesWhereTheBrokerLooksForIt(t *testing.T) {
 	t.Parallel()
 	s := newService(t, nil)

@@ -89,9 +89,16 @@ const maxDelay = 30 * time.Second
 func (s *Sequencer) Run(ctx context.Context) error {
 	var p pass
 	var failed error
+	var refusal string  // that was logged last
 	whole := time.Now() // when a pass looked at everything
 	for delay := s.config.PollInterval; ; {
 		more, err := s.number(ctx, &p)
+		if err == nil && p.refused != nil {
+			if refusal != p.refused.Reason {
+				s.logger.Error("event log sequencer leaves events", p.refused, watermill.LogFields{"log": s.config.Log.String()})
+			}
+			refusal, p.refused = p.refused.Reason, nil
+		}
 		switch {
 		case ctx.Err() != nil:
 			return nil
@@ -101,7 +108,7 @@ func (s *Sequencer) Run(ctx context.Context) error {
 				failed = nil
 			}
 			delay = s.config.PollInterval
-			if !more && time.Since(whole) > wholeInterval {
+			if !more && time.Since(whole) > wholeInterval || time.Since(whole) > 10*wholeInterval {
 				p.since, whole = nil, time.Now()
 			}
 		case fatal(err):
@@ -127,7 +134,7 @@ func (s *Sequencer) Run(ctx context.Context) error {
 }
 
 // Once numbers everything that is staged and committed when it is called, and returns how many events that were. It
-// returns an error where another sequencer is at work.
+// returns an error where another sequencer is at work ([ErrBusy]), or the log refuses something ([RefusedError]).
 func (s *Sequencer) Once(ctx context.Context) (numbered int64, err error) {
 	for p := (pass{}); ; {
 		more, err := s.number(ctx, &p)
@@ -137,10 +144,23 @@ func (s *Sequencer) Once(ctx context.Context) (numbered int64, err error) {
 		switch {
 		case p.stoodBy:
 			return p.numbered, ErrBusy
+		case p.refused != nil:
+			return p.numbered, fmt.Errorf("event log sequencer: %w", p.refused)
 		case !more:
 			return p.numbered, nil
 		}
 	}
+}
+
+// RefusedError is that the log does not take staged events, which stay in the outbox: their row violates a constraint of
+// an existing table that is the log, or there is no partition for their number.
+type RefusedError struct {
+	Events int    // of the last batch that had any
+	Reason string // the server's message for the last of them
+}
+
+func (e *RefusedError) Error() string {
+	return fmt.Sprintf("the log refuses %d staged events, which stay in the outbox: %s", e.Events, e.Reason)
 }
 
 // ErrBusy is returned when another sequencer is at work.
@@ -154,11 +174,13 @@ type pass struct {
 	id       int64
 	begun    bool
 	stoodBy  bool
+	missed   bool          // something was locked, or the partitions are full
+	refused  *RefusedError // the last batch of which something was
 	numbered int64
 }
 
 const sqlSequence = `
-select q.seen::text, q.taken, coalesce(q.last_xid::text, '0'), coalesce(q.last_id, 0), q.numbered
+select q.seen::text, q.taken, coalesce(q.last_xid::text, '0'), coalesce(q.last_id, 0), q.numbered, q.missed, q.refused, coalesce(q.reason, '')
 from public.event_outbox_sequence($1::text::pg_snapshot, $2::text::pg_snapshot, $3::text::xid8, $4::bigint, $5::integer) q`
 
 // number numbers one batch, and tells whether there was more.
@@ -169,8 +191,9 @@ func (s *Sequencer) number(ctx context.Context, p *pass) (more bool, err error) 
 		p.seen, p.xid, p.id = nil, "0", 0
 	}
 	var seen, xid string
-	var taken int
+	var taken, missed, refused int
 	var id, numbered int64
+	var reason string
 	// All in one trip: a process that is frozen in the middle holds no lock. And whatever the database's default is,
 	// each statement of the function has to see what was committed before it.
 	batch := &pgx.Batch{}
@@ -179,7 +202,7 @@ func (s *Sequencer) number(ctx context.Context, p *pass) (more bool, err error) 
 	batch.Queue("commit")
 	results := s.db.SendBatch(ctx, batch)
 	if _, err = results.Exec(); err == nil {
-		err = results.QueryRow().Scan(&seen, &taken, &xid, &id, &numbered)
+		err = results.QueryRow().Scan(&seen, &taken, &xid, &id, &numbered, &missed, &refused, &reason)
 	}
 	if closed := results.Close(); closed != nil && (err == nil || errors.Is(err, pgx.ErrNoRows)) {
 		err = closed
@@ -192,6 +215,10 @@ func (s *Sequencer) number(ctx context.Context, p *pass) (more bool, err error) 
 		return false, err
 	}
 	p.numbered += numbered
+	p.missed = p.missed || missed > 0
+	if refused > 0 {
+		p.refused = &RefusedError{Events: refused, Reason: reason}
+	}
 	p.seen = &seen
 	if taken == s.config.BatchSize {
 		p.begun, p.xid, p.id = true, xid, id
@@ -199,7 +226,10 @@ func (s *Sequencer) number(ctx context.Context, p *pass) (more bool, err error) 
 	}
 	// Whatever this pass's snapshot showed has been numbered.
 	p.since, p.begun = p.seen, false
-	return taken > 0, nil
+	if p.missed {
+		p.since, p.missed = nil, false // the next pass looks at everything
+	}
+	return taken > 0 && missed == 0, nil
 }
 
 func fatal(err error) bool {

@@ -12,8 +12,10 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/migrations"
 	"github.com/watermill-eventlog/watermill-eventlog/publisher"
 	"github.com/watermill-eventlog/watermill-eventlog/sequencer"
 )
@@ -474,4 +476,75 @@ func TestSequencerOutlivesALostConnection(t *testing.T) {
 	cancel()
 	require.NoError(t, <-ended)
 	require.Len(t, logger.Lines("", "error"), 1)
+}
+
+// What somebody changes while it is being numbered is numbered all the same, and what is locked holds up nobody.
+func TestStagedEventThatIsChangedMeanwhileIsNumbered(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	stage(t, db, 3)
+	holder := db.Conn(t)
+	_, err := holder.Exec(t.Context(), "begin; update event_outbox set topic = 'mended' where id = 2")
+	require.NoError(t, err)
+	run(t, db.Pool(t), sequencer.Config{PollInterval: time.Millisecond})
+	require.Eventually(t, func() bool { return len(payloads(t, db)) == 2 }, 30*time.Second, 5*time.Millisecond)
+	logtest.Append(t, db, "orders", 1) // which waits for nothing
+	require.Len(t, payloads(t, db), 3)
+	_, err = holder.Exec(t.Context(), "commit")
+	require.NoError(t, err)
+	require.Eventually(t, func() bool { return len(payloads(t, db)) == 4 }, 30*time.Second, 5*time.Millisecond)
+	require.Equal(t, "mended", pgtest.Value[string](t, db, "select topic from event_log where seq = 4"))
+}
+
+// The table's owner may refuse an event, which was committed before anybody tried to number it.
+func TestStagedEventThatTheLogRefusesHoldsUpNoOther(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	log, err := cursor.NewLog(cursor.LogConfig{Name: "shop", Table: &cursor.TableConfig{
+		Name: "events", Seq: "id", RecordedAt: cursor.NoColumn, Key: cursor.NoColumn, UUID: cursor.NoColumn, Metadata: cursor.NoColumn,
+	}})
+	require.NoError(t, err)
+	db.Exec(t, `create table events (id bigint primary key, occurred_at timestamptz not null, topic text not null check (topic <> 'bad'), payload bytea not null)`)
+	_, err = migrations.Up(t.Context(), db.Conn(t), log)
+	require.NoError(t, err)
+	logger := logtest.NewLogger()
+	s, err := sequencer.New(db.Pool(t), sequencer.Config{Log: log, PollInterval: time.Millisecond}, logger)
+	require.NoError(t, err)
+	db.Exec(t, "insert into shop_outbox (topic, staged) select case when i = 3 then 'bad' else 'orders' end, true from generate_series(1, 6) i")
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- s.Run(ctx) }()
+	logger.Wait(t, t.Context(), 1, "event log sequencer leaves events")
+	db.Exec(t, "insert into shop_outbox (topic, staged) values ('orders', true)")
+	require.Eventually(t, func() bool { return pgtest.Value[int](t, db, "select count(*)::int from events") == 6 }, 30*time.Second, 5*time.Millisecond)
+	cancel()
+	require.NoError(t, <-ended)
+	require.Equal(t, []int64{1, 2, 3, 4, 5, 6}, pgtest.Column[int64](t, db, "select id from events order by id"), "no number is missing")
+	require.Equal(t, []string{"bad"}, pgtest.Column[string](t, db, "select topic from shop_outbox"))
+	require.Len(t, logger.Lines("", "error"), 1)
+	_, err = s.Once(t.Context())
+	var refused *sequencer.RefusedError
+	require.ErrorAs(t, err, &refused)
+}
+
+func TestStagedEventsWaitForPartitions(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	db.Exec(t, "alter table event_log detach partition event_log_first")
+	db.Exec(t, "alter table event_log attach partition event_log_first for values from (minvalue) to (6)")
+	stage(t, db, 12)
+	run(t, db.Pool(t), sequencer.Config{PollInterval: time.Millisecond})
+	require.Eventually(t, func() bool { return len(payloads(t, db)) == 5 }, 30*time.Second, 5*time.Millisecond)
+	db.Exec(t, "create table event_log_next partition of event_log for values from (6) to (maxvalue)")
+	require.Eventually(t, func() bool { return len(payloads(t, db)) == 12 }, 30*time.Second, 5*time.Millisecond)
+	require.Equal(t, numbers(12), payloads(t, db))
+}
+
+// As after a failover to a server whose transactions have lower numbers.
+func TestSnapshotOfAnotherServerIsNotBelieved(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	stage(t, db, 2)
+	require.Equal(t, 2, pgtest.Value[int](t, db, "select taken from event_outbox_sequence('9000000:9000000:', null, '0', 0, 100)"))
+	require.Equal(t, numbers(2), payloads(t, db))
 }

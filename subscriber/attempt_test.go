@@ -334,3 +334,35 @@ func TestHandlerThatIsStuckInASQLTxCostsOnlyItsRound(t *testing.T) {
 	require.Error(t, receive(t, returned, "the handler's return"))
 	require.Equal(t, upTo(3), effects(t, db, "push"))
 }
+
+// What one event's middleware has set is put back before the next event, also behind an attempt that was undone.
+func TestUndoneAttemptDoesNotBringBackWhatAnotherEventHasSet(t *testing.T) {
+	t.Parallel()
+	db := attemptDB(t)
+	db.Exec(t, "create schema evil")
+	db.Exec(t, "create table evil.effects (like public.effects)")
+	unwanted := errors.New("unwanted")
+	sets := func(h message.HandlerFunc) message.HandlerFunc {
+		return func(msg *message.Message) ([]*message.Message, error) {
+			if seqOf(msg) == 1 {
+				if err := execute(msg, "set local search_path = evil, public"); err != nil {
+					return nil, err
+				}
+			}
+			return h(msg)
+		}
+	}
+	var second atomic.Bool
+	start(t, db, map[string]handler{"push": wrapped(func(msg *message.Message) ([]*message.Message, error) {
+		if err := effect(msg); err != nil {
+			return nil, err
+		}
+		if seqOf(msg) == 1 || seqOf(msg) == 2 && second.CompareAndSwap(false, true) {
+			return nil, unwanted
+		}
+		return nil, nil
+	}, wmiddleware.NewIgnoreErrors([]error{unwanted}).Middleware, sets, retry(1), middleware.Attempt)})
+	waitPosition(t, db, "push", 3)
+	require.Equal(t, []int64{2, 3}, effects(t, db, "push"))
+	require.Zero(t, pgtest.Value[int64](t, db, "select count(*) from evil.effects"))
+}

@@ -174,14 +174,17 @@ func TestConsumerMayNotAppendToTheExistingTableThatItReads(t *testing.T) {
 func TestTableThatIsNoLogIsRefusedWithTheReason(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ create, reason string }{
-		"serial":      {`create table events (id bigserial primary key, occurred_at timestamptz not null, topic text not null, payload bytea not null)`, "come from a sequence"},
-		"identity":    {`create table events (id bigint generated always as identity primary key, occurred_at timestamptz not null, topic text not null, payload bytea not null)`, "come from a sequence"},
-		"integer":     {`create table events (id int primary key, occurred_at timestamptz not null, topic text not null, payload bytea not null)`, "must be of type bigint"},
-		"not unique":  {`create table events (id bigint not null, occurred_at timestamptz not null, topic text not null, payload bytea not null)`, "must be of type bigint, not null and unique"},
-		"no zone":     {`create table events (id bigint primary key, occurred_at timestamp not null, topic text not null, payload bytea not null)`, "is not a timestamptz"},
-		"no table":    {`select 1`, "does not exist"},
-		"no column":   {`create table events (seq bigint primary key, occurred_at timestamptz not null, topic text not null, payload bytea not null)`, "has no column id"},
-		"with a hole": {`create table events as select i::bigint as id, now() as occurred_at, 'a' as topic, ''::bytea as payload from unnest(array[1, 3]) i; alter table events add primary key (id); alter table events alter occurred_at set not null`, "not gapless: 2 rows from 1 to 3"},
+		"serial":       {`create table events (id bigserial primary key, occurred_at timestamptz not null, topic text not null, payload bytea not null)`, "come from a sequence"},
+		"identity":     {`create table events (id bigint generated always as identity primary key, occurred_at timestamptz not null, topic text not null, payload bytea not null)`, "come from a sequence"},
+		"integer":      {`create table events (id int primary key, occurred_at timestamptz not null, topic text not null, payload bytea not null)`, "must be of type bigint"},
+		"not unique":   {`create table events (id bigint not null, occurred_at timestamptz not null, topic text not null, payload bytea not null)`, "must be of type bigint, not null and unique"},
+		"no zone":      {`create table events (id bigint primary key, occurred_at timestamp not null, topic text not null, payload bytea not null)`, "is not a timestamptz"},
+		"no table":     {`select 1`, "does not exist"},
+		"no column":    {`create table events (seq bigint primary key, occurred_at timestamptz not null, topic text not null, payload bytea not null)`, "has no column id"},
+		"null payload": {`create table events (id bigint primary key, occurred_at timestamptz not null, topic text not null, payload bytea)`, "column payload of the log events may be null"},
+		"null topic":   {`create table events (id bigint primary key, occurred_at timestamptz not null, topic text, payload bytea not null)`, "column topic of the log events may be null"},
+		"inherited":    {`create table events (id bigint primary key, occurred_at timestamptz not null, topic text not null, payload bytea not null); create table more () inherits (events)`, "inherit from it"},
+		"with a hole":  {`create table events as select i::bigint as id, now() as occurred_at, 'a' as topic, ''::bytea as payload from unnest(array[1, 3]) i; alter table events add primary key (id); alter table events alter occurred_at set not null, alter topic set not null, alter payload set not null`, "not gapless: 2 rows from 1 to 3"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -341,4 +344,19 @@ func TestGuideGivesTheTableBackUnderWriters(t *testing.T) {
 	}
 	require.ElementsMatch(t, want, pgtest.Column[string](t, db, `select convert_from(payload, 'UTF8') from events`))
 	require.Greater(t, pgtest.Value[int](t, db, `select count(*) from events where id > $1`, last), 20, "whoever reads the table goes on here")
+}
+
+func TestTableThatKeepsEventsOutFailsTheAppend(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, `create table events (id bigint primary key, occurred_at timestamptz not null, topic text not null, payload bytea not null)`)
+	_, err := migrations.Up(t.Context(), db.Conn(t), shop(t))
+	require.NoError(t, err)
+	db.Exec(t, `create function filter() returns trigger language plpgsql as $$ begin return null; end $$`)
+	db.Exec(t, `create trigger filter before insert on events for each row when (new.topic = 'unwanted') execute function filter()`)
+	events, err := publisher.NewEventLog(db.Pool(t), publisher.EventLogConfig{Log: shop(t)})
+	require.NoError(t, err)
+	require.ErrorContains(t, events.Publish("unwanted", message.NewMessage("", nil)), "took 0 of 1 events")
+	require.NoError(t, events.Publish("wanted", message.NewMessage("", nil)))
+	require.Equal(t, []int64{1}, pgtest.Column[int64](t, db, "select id from events"))
 }

@@ -49,18 +49,18 @@ type standing struct {
 // may be one; each is one probe of one partition.
 const sqlStandings = `
 select k.n, s.last_seq, coalesce(c.last_seq, 0), c.consumer is not null, c.paused_at is not null, c.retired_at is not null,
-    coalesce(extract(epoch from clock_timestamp() - coalesce(pending.occurred_at, c.last_occurred_at, c.moved_at, c.created_at)), 0)::float8,
+    coalesce(extract(epoch from clock_timestamp() - coalesce(least(pending.occurred_at, pending.recorded_at), c.last_occurred_at, c.moved_at, c.created_at)), 0)::float8,
     coalesce(passed.occurred_at <> c.last_occurred_at, false),
     coalesce(f.error_type, ''), parked.events, lost.events,
     coalesce(extract(epoch from clock_timestamp() - (
-        select o.appended_at from public.event_outbox o where o.staged order by o.xid, o.id limit 1)), 0)::float8
+        select min(o.appended_at) from (select q.appended_at from public.event_outbox q order by q.xid, q.id limit 100) o)), 0)::float8
 from unnest($1::text[], $2::text[], $3::text[]) with ordinality as k(consumer, topic, shard, n)
 cross join (select q.last_seq from public.event_seq q limit 1) s -- the planner is to know that it is one row
 left join public.event_consumer_cursors c on c.consumer = k.consumer and c.topic = k.topic and c.shard = k.shard
 left join public.event_consumer_failures f
     on f.consumer = k.consumer and f.topic = k.topic and f.shard = k.shard and f.through > c.last_seq
 left join lateral (
-    select l.occurred_at from public.event_log l
+    select l.occurred_at, l.recorded_at from public.event_log l
     where l.seq > c.last_seq and c.last_seq < s.last_seq
     order by l.seq limit 1
 ) pending on true

@@ -122,8 +122,8 @@ func (w *Watch) judge(f *found) Report {
 		report.Log.StagedSince = staged
 		if f.now.Sub(staged) > w.config.Grace {
 			report.Problems = append(report.Problems, Problem{Kind: Staged, Severity: Critical, Since: staged,
-				Summary: "Staged events wait for their numbers, and no consumer gets them before.",
-				Next:    "Look whether a sequencer runs (package sequencer) and what it logs."})
+				Summary: fmt.Sprintf("Events in %s have waited for their numbers for %v, and no consumer gets them before.", w.config.Log.Table("outbox"), round(f.now.Sub(staged))),
+				Next:    "Look whether a sequencer runs (package sequencer) and what it logs; a row that is not staged was never seen by the table's trigger."})
 		}
 	}
 	for i := range f.cursors {

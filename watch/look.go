@@ -43,7 +43,7 @@ with expected as (
                 where i.inhparent = to_regclass($5) and pg_get_expr(p.relpartbound, p.oid) like '%TO (MAXVALUE)%')
         )::bigint - 1 - s.last_seq as reserve,
         pg_is_in_recovery() as standby,
-        (select o.appended_at from public.event_outbox o where o.staged order by o.xid, o.id limit 1) as staged_at,
+        (select min(o.appended_at) from (select q.appended_at from public.event_outbox q order by q.xid, q.id limit 100) o) as staged_at,
         (select coalesce(jsonb_agg(jsonb_build_array(c.consumer, c.topic, c.shard) order by c.consumer, c.topic, c.shard), '[]')::text
             from public.event_consumer_cursors c
             where cardinality($1::text[]) > 0 and c.retired_at is null and not exists (

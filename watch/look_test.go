@@ -790,6 +790,8 @@ func TestStagedEventThatNobodyNumbersIsAProblem(t *testing.T) {
 	require.False(t, r.Log.StagedSince.IsZero())
 	db.Exec(t, "update event_outbox set appended_at = appended_at - interval '14 hours'")
 	only(t, w.Look(t.Context()), watch.Staged, watch.Critical)
+	db.Exec(t, "update event_outbox set staged = false") // which neither the trigger nor a sequencer takes
+	only(t, w.Look(t.Context()), watch.Staged, watch.Critical)
 	db.Exec(t, "delete from event_outbox")
 	healthy(t, w.Look(t.Context()))
 }

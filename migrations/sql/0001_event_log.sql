@@ -27,6 +27,7 @@ create table public.event_outbox (
     once        boolean     not null default false, -- a second append of the same uuid is a no-op
     appended_at timestamptz not null default clock_timestamp(), -- on the database's clock
     primary key (xid, id),
+    check (not once or octet_length(uuid) <= 2000),
     check (jsonb_typeof(metadata) = 'object'
         and not jsonb_path_exists(metadata, 'strict $.* ? (@.type() <> "string")'))
 ) with (fillfactor = 70);
@@ -66,18 +67,25 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $function$
 declare
     moved  bigint;
+    gone   bigint;
     single boolean;
     outbox oid;
 begin
     select bool_or(o.once), min(o.tableoid) into single, outbox from public.event_outbox o where o.ctid = any (candidates);
     if single then
-        -- Before the counter, and in order: two that append the same ids wait for each other here, in one direction.
-        insert into public.event_ids (id, outbox_id)
-        select distinct on (o.uuid) o.uuid, o.id from public.event_outbox o
-        where o.ctid = any (candidates) and o.once order by o.uuid, o.id
-        on conflict (id) do nothing;
-        delete from public.event_outbox o using public.event_ids i
-        where o.ctid = any (candidates) and o.once and i.id = o.uuid and i.outbox_id <> o.id;
+        loop
+            -- Before the counter, and in order: two that append the same ids wait for each other here, in one direction.
+            insert into public.event_ids (id, outbox_id)
+            select distinct on (o.uuid) o.uuid, o.id from public.event_outbox o
+            where o.ctid = any (candidates) and o.once order by o.uuid, o.id
+            on conflict (id) do nothing;
+            delete from public.event_outbox o using public.event_ids i
+            where o.ctid = any (candidates) and o.once and i.id = o.uuid and i.outbox_id <> o.id;
+            -- An id may be forgotten with its event between the two.
+            exit when not exists (
+                select from public.event_outbox o where o.ctid = any (candidates) and o.once
+                    and not exists (select from public.event_ids i where i.id = o.uuid));
+        end loop;
         if not exists (select from public.event_outbox o where o.ctid = any (candidates)) then
             return 0;
         end if;
@@ -92,18 +100,24 @@ begin
     ), counted as (
         update public.event_seq s set last_seq = s.last_seq + (select count(*) from taken)
         returning s.last_seq - (select count(*) from taken) as base, clock_timestamp() as moment
-    ), numbered as (
-        insert into public.event_log (seq, occurred_at, recorded_at, topic, key, key_hash, uuid, payload, metadata)
-        select c.base + row_number() over (order by t.id), t.occurred_at, c.moment,
-               t.topic, t.key, public.event_key_hash(t.key), t.uuid, t.payload, t.metadata
+    ), numbered as materialized (
+        select c.base + row_number() over (order by t.id) as seq, c.moment, t.id, t.occurred_at, t.topic, t.key, t.uuid, t.payload,
+            t.metadata, t.once
         from taken t cross join counted c
-        returning seq, uuid
+    ), logged as (
+        insert into public.event_log (seq, occurred_at, recorded_at, topic, key, key_hash, uuid, payload, metadata)
+        select n.seq, n.occurred_at, n.moment, n.topic, n.key, public.event_key_hash(n.key), n.uuid, n.payload, n.metadata
+        from numbered n order by n.seq
+        returning seq
     ), remembered as (
         update public.event_ids i set seq = n.seq
-        from numbered n join taken t on t.uuid = n.uuid
-        where single and t.once and i.id = n.uuid and i.outbox_id = t.id
+        from numbered n where single and n.once and i.id = n.uuid and i.outbox_id = n.id
     )
-    select count(*) into moved from numbered;
+    select (select count(*) from logged), (select count(*) from taken) into moved, gone;
+    if moved <> gone then
+        raise exception 'the log took % of % events: a trigger or rule of its table keeps the others out', moved, gone
+            using errcode = 'integrity_constraint_violation';
+    end if;
 
     perform pg_notify('event_log', '');
     return moved;
@@ -144,7 +158,8 @@ create constraint trigger event_outbox_number after insert on public.event_outbo
 -- Where there were more, the next call goes on behind the last row, and up to what the first call saw: of two
 -- transactions of which one began after the other's end, the later one would otherwise come first.
 --
--- One at a time: while another one is at it, no row is returned. Where there is nothing to do nothing is locked.
+-- One at a time: while another one is at it, no row is returned. Where there is nothing to do nothing is locked. Missed are
+-- events that are still to be numbered, refused those that the log does not take.
 create table public.event_sequencer (
     one boolean primary key default true check (one)
 );
@@ -152,16 +167,20 @@ create table public.event_sequencer (
 insert into public.event_sequencer default values;
 
 create function public.event_outbox_sequence(since pg_snapshot, until pg_snapshot, behind_xid xid8, behind_id bigint, most integer)
-returns table (seen pg_snapshot, taken integer, last_xid xid8, last_id bigint, numbered bigint)
+returns table (seen pg_snapshot, taken integer, last_xid xid8, last_id bigint, numbered bigint, missed integer, refused integer, reason text)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set jit = off
 as $function$
 declare
-    finished   constant xid8 := coalesce(pg_snapshot_xmax(since), '0');
-    running    constant xid8[] := coalesce(array(select pg_snapshot_xip(since)), '{}');
+    known      constant boolean := pg_snapshot_xmax(since) <= pg_snapshot_xmax(pg_current_snapshot()); -- not that of another server
+    finished   constant xid8 := case when known then pg_snapshot_xmax(since) else '0' end;
+    running    constant xid8[] := case when known then array(select pg_snapshot_xip(since)) else '{}' end;
     candidates tid[];
+    free       tid[];
     xids       xid8[];
     ids        bigint[];
+    one        tid;
+    violated   text;
 begin
     for attempt in 1 .. 2 loop
         select coalesce(until, pg_current_snapshot()), coalesce(array_agg(t.ctid order by t.xid, t.id), '{}'),
@@ -169,11 +188,13 @@ begin
         into seen, candidates, xids, ids
         from (
             (select o.ctid, o.xid, o.id from public.event_outbox o
-            where o.staged and o.xid = any (running) and (until is null or pg_visible_in_snapshot(o.xid, until)) and (o.xid, o.id) > (behind_xid, behind_id)
+            where o.staged and o.xid = any (running) and (until is null or pg_visible_in_snapshot(o.xid, until))
+                and (o.xid, o.id) > (behind_xid, behind_id)
             order by o.xid, o.id limit most)
             union all
             (select o.ctid, o.xid, o.id from public.event_outbox o
-            where o.staged and o.xid >= finished and (until is null or pg_visible_in_snapshot(o.xid, until)) and (o.xid, o.id) > (behind_xid, behind_id)
+            where o.staged and o.xid >= finished and (until is null or pg_visible_in_snapshot(o.xid, until))
+                and (o.xid, o.id) > (behind_xid, behind_id)
             order by o.xid, o.id limit most)
             order by xid, id limit most
         ) t;
@@ -188,8 +209,29 @@ begin
     last_xid := xids[taken];
     last_id := ids[taken];
     numbered := 0;
+    missed := 0;
+    refused := 0;
     if taken > 0 then
-        numbered := public.event_outbox_move(candidates);
+        -- What somebody else has locked or changed is left to another pass, and holds up nobody.
+        free := array(select o.ctid from public.event_outbox o where o.ctid = any (candidates) order by o.id for update skip locked);
+        missed := taken - cardinality(free);
+        begin
+            numbered := public.event_outbox_move(free);
+        exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
+            -- One that the log does not take must not hold up the others.
+            foreach one in array free loop
+                begin
+                    numbered := numbered + public.event_outbox_move(array[one]);
+                exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
+                    get stacked diagnostics violated = constraint_name, reason = message_text;
+                    refused := refused + 1;
+                    if sqlstate = '23514' and violated = '' then -- the partitions are full: the others wait for new ones
+                        missed := missed + 1;
+                        exit;
+                    end if;
+                end;
+            end loop;
+        end;
     end if;
     return next;
 end
