@@ -48,7 +48,7 @@ func TestRoleThatAppendsCanDoNothingElse(t *testing.T) {
 	require.Equal(t, int64(4), pgtest.Value[int64](t, db, "select count(*) from event_log"))
 	for _, refused := range []string{
 		"select from event_outbox", "select from event_log", "delete from event_outbox", "update event_seq set last_seq = 0",
-		"insert into event_log (seq) values (99)", "select event_outbox_move('{}')", "select event_outbox_sequence(null, null, '0', 0, 1)",
+		"insert into event_log (seq) values (99)", "select event_outbox_move('{}', 0, false)", "select event_outbox_sequence(null, null, '0', 0, 1)",
 		"insert into event_consumer_cursors (consumer) values ('x')", "truncate event_outbox",
 	} {
 		_, err := pool.Exec(t.Context(), refused)

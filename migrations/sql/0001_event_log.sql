@@ -61,17 +61,16 @@ create table public.event_ids (
     seq       bigint           -- the number that it got
 );
 
--- Numbers rows of the outbox and moves them to the log. Only functions of the log call it.
-create function public.event_outbox_move(candidates tid[]) returns bigint
+-- Numbers rows of the outbox and moves them to the log; single tells whether one of them is to be there once. Only functions
+-- of the log call it, which force generic plans: a list of rows would be planned anew each time.
+create function public.event_outbox_move(candidates tid[], outbox oid, single boolean) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $function$
 declare
+    base   bigint;
+    moment timestamptz;
     moved  bigint;
-    gone   bigint;
-    single boolean;
-    outbox oid;
 begin
-    select bool_or(o.once), min(o.tableoid) into single, outbox from public.event_outbox o where o.ctid = any (candidates);
     if single then
         loop
             -- Before the counter, and in order: two that append the same ids wait for each other here, in one direction.
@@ -81,12 +80,13 @@ begin
             on conflict (id) do nothing;
             delete from public.event_outbox o using public.event_ids i
             where o.ctid = any (candidates) and o.once and i.id = o.uuid and i.outbox_id <> o.id;
+            candidates := array(select o.ctid from public.event_outbox o where o.ctid = any (candidates));
             -- An id may be forgotten with its event between the two.
             exit when not exists (
                 select from public.event_outbox o where o.ctid = any (candidates) and o.once
                     and not exists (select from public.event_ids i where i.id = o.uuid));
         end loop;
-        if not exists (select from public.event_outbox o where o.ctid = any (candidates)) then
+        if cardinality(candidates) = 0 then
             return 0;
         end if;
     end if;
@@ -94,28 +94,27 @@ begin
     -- Waiters queue here and not on the counter's row: with many writers that is much faster. The key is
     -- the outbox's oid below a constant of our own.
     perform pg_advisory_xact_lock((1702259815::bigint << 32) + outbox::bigint);
+    update public.event_seq s set last_seq = s.last_seq + cardinality(candidates)
+    returning s.last_seq - cardinality(candidates), clock_timestamp() into strict base, moment;
+    if single then
+        update public.event_ids i set seq = n.seq
+        from (
+            select o.id, o.uuid, o.once, base + row_number() over (order by o.id) as seq
+            from public.event_outbox o where o.ctid = any (candidates)
+        ) n
+        where n.once and i.id = n.uuid and i.outbox_id = n.id;
+    end if;
     with taken as (
         delete from public.event_outbox o where o.ctid = any (candidates)
-        returning o.id, o.occurred_at, o.topic, o.key, o.uuid, o.payload, o.metadata, o.once
-    ), counted as (
-        update public.event_seq s set last_seq = s.last_seq + (select count(*) from taken)
-        returning s.last_seq - (select count(*) from taken) as base, clock_timestamp() as moment
-    ), numbered as materialized (
-        select c.base + row_number() over (order by t.id) as seq, c.moment, t.id, t.occurred_at, t.topic, t.key, t.uuid, t.payload,
-            t.metadata, t.once
-        from taken t cross join counted c
-    ), logged as (
-        insert into public.event_log (seq, occurred_at, recorded_at, topic, key, key_hash, uuid, payload, metadata)
-        select n.seq, n.occurred_at, n.moment, n.topic, n.key, public.event_key_hash(n.key), n.uuid, n.payload, n.metadata
-        from numbered n order by n.seq
-        returning seq
-    ), remembered as (
-        update public.event_ids i set seq = n.seq
-        from numbered n where single and n.once and i.id = n.uuid and i.outbox_id = n.id
+        returning o.id, o.occurred_at, o.topic, o.key, o.uuid, o.payload, o.metadata
     )
-    select (select count(*) from logged), (select count(*) from taken) into moved, gone;
-    if moved <> gone then
-        raise exception 'the log took % of % events: a trigger or rule of its table keeps the others out', moved, gone
+    insert into public.event_log (seq, occurred_at, recorded_at, topic, key, key_hash, uuid, payload, metadata)
+    select base + row_number() over (order by t.id), t.occurred_at, moment,
+           t.topic, t.key, public.event_key_hash(t.key), t.uuid, t.payload, t.metadata
+    from taken t;
+    get diagnostics moved = row_count;
+    if moved <> cardinality(candidates) then
+        raise exception 'the log took % of % events: a trigger or rule of its table keeps the others out', moved, cardinality(candidates)
             using errcode = 'integrity_constraint_violation';
     end if;
 
@@ -128,10 +127,12 @@ create function public.event_outbox_number() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 -- The outbox is empty whenever it is analyzed; a plan made for that would read all its dead rows. (What such a
 -- setting adds to the estimates must not start the compiler.)
-set enable_seqscan = off set jit = off
+set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan
 as $function$
 declare
-    mine constant xid8 := pg_current_xact_id();
+    mine       constant xid8 := pg_current_xact_id();
+    candidates tid[];
+    single     boolean;
 begin
     if new.xid <> mine then
         raise exception 'an outbox row names transaction %, but was written by %', new.xid, mine
@@ -140,8 +141,9 @@ begin
     end if;
     -- The trigger of the first row numbers all rows of its transaction; the others find theirs gone.
     if exists (select from public.event_outbox o where o.xid = mine and o.id = new.id) then
-        perform public.event_outbox_move(array(
-            select o.ctid from public.event_outbox o where o.xid = mine and not o.staged order by o.id));
+        select array_agg(o.ctid), bool_or(o.once) into candidates, single
+        from public.event_outbox o where o.xid = mine and not o.staged;
+        perform public.event_outbox_move(candidates, tg_relid, single);
     end if;
     return null;
 end
@@ -169,7 +171,7 @@ insert into public.event_sequencer default values;
 create function public.event_outbox_sequence(since pg_snapshot, until pg_snapshot, behind_xid xid8, behind_id bigint, most integer)
 returns table (seen pg_snapshot, taken integer, last_xid xid8, last_id bigint, numbered bigint, missed integer, refused integer, reason text)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set jit = off
+set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan
 as $function$
 declare
     known      constant boolean := pg_snapshot_xmax(since) <= pg_snapshot_xmax(pg_current_snapshot()); -- not that of another server
@@ -180,6 +182,8 @@ declare
     xids       xid8[];
     ids        bigint[];
     one        tid;
+    single     boolean;
+    outbox     oid;
     violated   text;
 begin
     for attempt in 1 .. 2 loop
@@ -213,15 +217,20 @@ begin
     refused := 0;
     if taken > 0 then
         -- What somebody else has locked or changed is left to another pass, and holds up nobody.
-        free := array(select o.ctid from public.event_outbox o where o.ctid = any (candidates) order by o.id for update skip locked);
+        select coalesce(array_agg(f.ctid order by f.id), '{}'), bool_or(f.once), min(f.tableoid) into free, single, outbox
+        from (
+            select o.ctid, o.id, o.once, o.tableoid from public.event_outbox o where o.ctid = any (candidates) for update skip locked
+        ) f;
         missed := taken - cardinality(free);
         begin
-            numbered := public.event_outbox_move(free);
+            if cardinality(free) > 0 then
+                numbered := public.event_outbox_move(free, outbox, single);
+            end if;
         exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
             -- One that the log does not take must not hold up the others.
             foreach one in array free loop
                 begin
-                    numbered := numbered + public.event_outbox_move(array[one]);
+                    numbered := numbered + public.event_outbox_move(array[one], outbox, single);
                 exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
                     get stacked diagnostics violated = constraint_name, reason = message_text;
                     refused := refused + 1;
@@ -238,7 +247,7 @@ end
 $function$;
 
 -- They run with their owner's rights.
-revoke execute on function public.event_outbox_move(tid[]) from public;
+revoke execute on function public.event_outbox_move(tid[], oid, boolean) from public;
 revoke execute on function public.event_outbox_number() from public;
 revoke execute on function public.event_outbox_sequence(pg_snapshot, pg_snapshot, xid8, bigint, integer) from public;
 
