@@ -270,11 +270,11 @@ end
 $function$;
 
 create trigger event_refuse_append before insert on public.event_outbox
-    for each statement execute function public.event_refuse_append('outbox');
+    for each statement when (current_setting('eventlog.log', true) <> '') execute function public.event_refuse_append('outbox');
 
 -- the log's own trigger: begin
 create trigger event_refuse_append before insert on public.event_log
-    for each statement execute function public.event_refuse_append('log');
+    for each statement when (current_setting('eventlog.log', true) <> '') execute function public.event_refuse_append('log');
 -- the log's own trigger: end
 
 -- A cursor: how far one consumer has got with one topic ('' = all topics) of one shard ('' = unsharded).
