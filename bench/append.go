@@ -18,6 +18,9 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/sequencer"
 )
 
+const sqlPlainTable = `create table plain (id bigserial primary key, at timestamptz not null default clock_timestamp(),
+	topic text not null, uuid text not null, payload bytea not null, metadata jsonb not null)`
+
 const sqlPlain = "insert into plain (topic, uuid, payload, metadata) values ($1, $2, $3, $4)"
 
 // appendOne appends the event that will get this number. Its transaction is its own, or the caller's.
@@ -97,8 +100,7 @@ func appending(ctx context.Context, b *bench) error {
 	counts := []int{1, 4, 16, 64}
 	for range b.repeat {
 		err := b.inDatabase(ctx, func(db *database) error {
-			if _, err := db.Exec(ctx, `create table plain (id bigserial primary key, at timestamptz not null default clock_timestamp(),
-				topic text not null, uuid text not null, payload bytea not null, metadata jsonb not null)`); err != nil {
+			if _, err := db.Exec(ctx, sqlPlainTable); err != nil {
 				return err
 			}
 			for _, writers := range counts {
@@ -155,7 +157,7 @@ func appending(ctx context.Context, b *bench) error {
 	for _, writers := range counts {
 		b.report.ratio("ours to a plain insert, "+strconv.Itoa(writers)+" writers", name(ways[0].name, writers), name(ways[3].name, writers), target{})
 		b.report.ratio("ours, staged, to a plain insert, "+strconv.Itoa(writers)+" writers", name(ways[1].name, writers), name(ways[3].name, writers),
-			stagedTarget(writers))
+			target{})
 		b.report.ratio("ours to a plain insert, in the caller's transaction, "+strconv.Itoa(writers)+" writers",
 			name(ways[2].name, writers), name(ways[4].name, writers), target{})
 		b.report.ratio("ours to a plain insert and NOTIFY, "+strconv.Itoa(writers)+" writers", name(ways[0].name, writers), name(ways[5].name, writers), target{})
@@ -170,6 +172,26 @@ func stagedForLong(ctx context.Context, b *bench, event func(int64) *message.Mes
 	length := time.Duration(b.either(6, 60)) * time.Second
 	if b.n < 10_000 {
 		length = 500 * time.Millisecond
+	}
+	plain := "plain insert for " + length.String()
+	err := b.inDatabase(ctx, func(db *database) error {
+		if _, err := db.Exec(ctx, sqlPlainTable); err != nil {
+			return err
+		}
+		pool, err := db.open(ctx, writers, nil)
+		if err != nil {
+			return err
+		}
+		defer pool.Close()
+		_, rate, err := write(ctx, pool, writers, length, func(ctx context.Context, pool *pgxpool.Pool, id int64) error {
+			_, err := pool.Exec(ctx, sqlPlain, appended(id)...)
+			return err
+		})
+		b.report.add(plain, "appends/s", rate)
+		return err
+	})
+	if err != nil {
+		return err
 	}
 	for _, held := range []bool{false, true} {
 		err := b.inDatabase(ctx, func(db *database) error {
@@ -241,6 +263,7 @@ func stagedForLong(ctx context.Context, b *bench, event func(int64) *message.Mes
 			b.report.add(way+", to number one at first", "µs", first)
 			b.report.add(way+", to number one at the end", "µs", last)
 			b.report.ratio(way+": to number one, at the end to at first", way+", to number one at the end", way+", to number one at first", atMost(2))
+			b.report.ratio(way+", to a plain insert, 64 writers", way, plain, atLeast(0.7))
 			b.say("%s: %s appends/s, %.2f s left, %.0f then %.0f µs to number one", way, number(rate), left/rate, first, last)
 			return nil
 		})
@@ -286,13 +309,6 @@ type timedResults struct {
 func (t *timedResults) Close() error {
 	defer func() { t.sender.busy.Add(int64(time.Since(t.began))) }()
 	return t.BatchResults.Close()
-}
-
-func stagedTarget(writers int) target {
-	if writers == 64 {
-		return atLeast(0.7)
-	}
-	return target{}
 }
 
 // sequenced runs do beside a sequencer, and returns how much that had left to number then. At the end nothing is left.
