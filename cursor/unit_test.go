@@ -39,8 +39,16 @@ func failedRound(t *testing.T, db *pgtest.DB, r *cursor.Round) {
 	r.Release(t.Context())
 	require.Equal(t, int64(0), logtest.Position(t, db, push))
 	require.Empty(t, pgtest.Column[int32](t, db, "select n from effects"))
-	_, o := open(t, db, push) // the lock is free
-	require.Equal(t, cursor.Ready, o.Status)
+	for ctx, stop := context.WithTimeout(t.Context(), 30*time.Second); ; { // the lock is free, once the server has seen a closed socket
+		next, o := open(t, db, push)
+		if o.Status == cursor.Ready {
+			stop()
+			return
+		}
+		next.Rollback(t.Context())
+		require.Equal(t, cursor.Locked, o.Status)
+		require.NoError(t, ctx.Err())
+	}
 }
 
 func TestHandlerCannotEndItsUnit(t *testing.T) {
