@@ -252,7 +252,8 @@ revoke execute on function public.event_outbox_number() from public;
 revoke execute on function public.event_outbox_sequence(pg_snapshot, pg_snapshot, xid8, bigint, integer) from public;
 
 -- A consumer may not append to the log that it reads: its own unit would wait for the counter and hold it
--- until its round ends. The round says by a setting which log it reads.
+-- until its round ends. The round says by a setting which log it reads. One that may stage adds a word to it: what it does
+-- not stage is refused when it is numbered.
 create function public.event_refuse_append() returns trigger
 language plpgsql
 as $function$
