@@ -71,7 +71,8 @@ type ConsumerConfig struct {
 	// ResumeAge makes a consumer that was away for long go on at the head, where the events that wait are of no
 	// use any more: a round that finds both the next event (by its RecordedAt) and the cursor's last move older
 	// than this skips to the head, logs an error and records what it skipped as lost. A cursor that moves is
-	// never moved by it. Defaults to never.
+	// never moved by it. It must be below the log's retention, where that is switched on: Subscribe compares it with
+	// what is stored. Defaults to never.
 	ResumeAge time.Duration
 
 	// WithoutMiddleware consents to a router that handles this consumer's messages without the round

@@ -120,3 +120,43 @@ func TestConfiguredConsumerMissesNothingBeforeItSubscribes(t *testing.T) {
 	require.Len(t, created, 2)
 	require.Equal(t, int64(5), created[0].Fields["start_seq"])
 }
+
+func TestConsumerWhoseResumeAgeIsNotBelowTheRetentionDoesNotStart(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	pool := db.Pool(t)
+	subscribe := func(age time.Duration) error {
+		runner, err := subscriber.NewRunner(pool, subscriber.RunnerConfig{Consumers: []subscriber.ConsumerConfig{
+			{Name: "push", Topic: "orders"}, {Name: "mail", Topic: "orders", ResumeAge: age},
+		}}, nil)
+		require.NoError(t, err)
+		defer runner.Close()
+		initialized := runner.Subscriber("mail").SubscribeInitialize("orders")
+		_, err = runner.Subscriber("push").Subscribe(t.Context(), "orders")
+		require.Equal(t, err == nil, initialized == nil)
+		return err
+	}
+	db.Exec(t, "update event_retention set switched_on = true, keep = '2 days'")
+	for _, age := range []time.Duration{48 * time.Hour, 49 * time.Hour} {
+		err := subscribe(age)
+		for _, want := range []string{`"mail"`, "ResumeAge (" + age.String(), `keep in "public"."event_retention" is 48h0m0s`, "lower ResumeAge", "eventlog retention set --keep"} {
+			require.ErrorContains(t, err, want)
+		}
+		require.NotContains(t, err.Error(), `"push")`)
+	}
+	require.Zero(t, pgtest.Value[int64](t, db, "select count(*) from event_consumer_cursors"), "a start that fails has changed nothing")
+	require.NoError(t, subscribe(47*time.Hour))
+	db.Exec(t, "update event_retention set keep = '1000 years'") // longer than a time.Duration
+	require.NoError(t, subscribe(48*time.Hour))
+
+	// There is nothing to compare with.
+	db.Exec(t, "update event_retention set switched_on = false, keep = '2 days'")
+	require.NoError(t, subscribe(48*time.Hour))
+	db.Exec(t, "delete from event_retention")
+	require.NoError(t, subscribe(48*time.Hour))
+	require.Equal(t, int64(2), pgtest.Value[int64](t, db, "select count(*) from event_consumer_cursors"))
+
+	db.Exec(t, "drop table event_retention")
+	require.NoError(t, subscribe(0), "who needs it not does not read it")
+	require.ErrorIs(t, subscribe(time.Hour), cursor.ErrNotMigrated)
+}

@@ -71,7 +71,7 @@ func TestRoleThatConsumesDoesAllThatAConsumerDoes(t *testing.T) {
 	require.Equal(t, int64(10), n)
 
 	runner, err := subscriber.NewRunner(pool, subscriber.RunnerConfig{PollInterval: 20 * time.Millisecond, Consumers: []subscriber.ConsumerConfig{{
-		Name: "push", Topic: subscriber.AllTopics, Start: fromBeginning, BatchSize: 3, ParkAfter: 2, RetryDelay: time.Millisecond,
+		Name: "push", Topic: subscriber.AllTopics, Start: fromBeginning, BatchSize: 3, ParkAfter: 2, RetryDelay: time.Millisecond, ResumeAge: time.Hour,
 	}}}, nil)
 	require.NoError(t, err)
 	jobs, err := publisher.NewJobs(publisher.JobsConfig{})

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -162,6 +163,9 @@ func (r *Runner) ensure(ctx context.Context, key cursor.Key, start cursor.Start)
 		}
 	}
 	wanted[key] = start
+	if err := r.checkResumeAges(ctx); err != nil {
+		return err
+	}
 	registrations := make([]cursor.Registration, 0, len(wanted))
 	for k, s := range wanted {
 		registrations = append(registrations, cursor.Registration{Key: k, Start: s})
@@ -179,6 +183,26 @@ func (r *Runner) ensure(ctx context.Context, key cursor.Key, start cursor.Start)
 		r.registered[k] = true
 	}
 	return nil
+}
+
+// checkResumeAges compares the consumers' settings with what is stored with the log.
+func (r *Runner) checkResumeAges(ctx context.Context) error {
+	if !slices.ContainsFunc(r.config.Consumers, func(c ConsumerConfig) bool { return c.ResumeAge > 0 }) {
+		return nil
+	}
+	keep, err := cursor.Retention(ctx, r.pool, r.config.Log)
+	if err != nil || keep == 0 {
+		return err
+	}
+	var errs []error
+	for i, c := range r.config.Consumers {
+		if c.ResumeAge >= keep {
+			errs = append(errs, fmt.Errorf("consumer %d (%q): ResumeAge (%v) is not below the log's retention (keep in %s is %v), so its "+
+				"events may be removed before they are that old: lower ResumeAge, or keep events for longer (eventlog retention set --keep)",
+				i, c.Name, c.ResumeAge, r.config.Log.Table("retention"), keep))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 func (r *Runner) subscribe(ctx context.Context, owner *Subscriber, topic string) (<-chan *message.Message, error) {
