@@ -98,7 +98,12 @@ type RunnerConfig struct {
 	MaxRounds int
 
 	// StopBudget is how long handlers in flight may go on once the subscriber was told to stop. Keep it below
-	// the router's CloseTimeout. Defaults to 10 seconds.
+	// the router's CloseTimeout, by the second that a handler has to answer when the budget is over: a router does not
+	// tell its own, so nothing can check that. With a CloseTimeout that is shorter the router's Close returns "router
+	// close timeout", and its Run returns, while handlers go on in their open rounds. Where the process then exits they
+	// are killed in the middle, and their rounds are rolled back and done again by the next process: nothing is lost,
+	// but what they did outside the database happens again. [Runner.Close] waits for them whatever the router's
+	// patience: call it before the process exits. Defaults to 10 seconds.
 	StopBudget time.Duration
 
 	// ServerBound is how long the server lets a round be idle, run one statement or wait for a client that

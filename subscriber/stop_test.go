@@ -136,6 +136,34 @@ func TestHandlerIsCutOffWhenTheStopBudgetIsOver(t *testing.T) {
 	}
 }
 
+func TestRunnersCloseWaitsForHandlersThatTheRouterHasGivenUp(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	logtest.Append(t, db, "orders", 3)
+	entered, proceed := make(chan struct{}), make(chan struct{})
+	s := start(t, db, map[string]handler{"push": func(msg *message.Message) ([]*message.Message, error) {
+		if seqOf(msg) == 2 {
+			close(entered)
+			<-proceed
+		}
+		if err := msg.Context().Err(); err != nil {
+			return nil, err
+		}
+		return work(msg)
+	}}, budget(time.Minute), func(_ *subscriber.RunnerConfig, c *routerConfig) { c.CloseTimeout = time.Millisecond })
+	receive(t, entered, "the handler")
+	require.ErrorContains(t, s.router.Close(), "router close timeout")
+	require.NoError(t, receive(t, s.run, "the router's end"))
+	require.Equal(t, int64(0), position(t, db, "push"), "its round is open")
+	closed := make(chan error, 1)
+	go func() { closed <- s.runner.Close() }()
+	close(proceed)
+	require.NoError(t, receive(t, closed, "the runner's end"))
+	require.Equal(t, int64(2), position(t, db, "push"))
+	require.Equal(t, upTo(2), effects(t, db, "push"))
+	require.Equal(t, int64(2), jobCount(t, db))
+}
+
 func TestCloseReturnsAtOnceWhereNothingIsUnderWay(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
