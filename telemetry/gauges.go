@@ -99,7 +99,7 @@ func RegisterGauges(config GaugesConfig) (unregister func() error, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("register gauges: %w", err)
 	}
-	registration, err := g.meter.RegisterCallback(g.observe, g.lag, g.age, g.parked, g.lost, g.problem, g.staged)
+	registration, err := g.meter.RegisterCallback(g.observe, g.lag, g.age, g.parked, g.lost, g.problem, g.staged, g.reserve)
 	if err != nil {
 		release()
 		return nil, fmt.Errorf("register gauges: %w", err)
@@ -173,6 +173,7 @@ type gauges struct {
 	lost     metric.Int64ObservableGauge
 	problem  metric.Int64ObservableGauge
 	staged   metric.Float64ObservableGauge
+	reserve  metric.Int64ObservableGauge
 	failures metric.Int64Counter
 }
 
@@ -194,7 +195,7 @@ func newGauges(config GaugesConfig) (*gauges, error) {
 	if log := config.Log.String(); log != (*cursor.Log)(nil).String() {
 		g.log = append(g.log, metric.WithAttributes(attribute.String("eventlog.log.name", log)))
 	}
-	var errs [7]error
+	var errs [8]error
 	g.lag, errs[0] = g.meter.Int64ObservableGauge("eventlog.consumer.lag", metric.WithUnit("{event}"),
 		metric.WithDescription("Events of the log that the consumer has not passed yet, those of other topics included."))
 	g.age, errs[1] = g.meter.Float64ObservableGauge("eventlog.consumer.pending_age", metric.WithUnit("s"),
@@ -207,6 +208,8 @@ func newGauges(config GaugesConfig) (*gauges, error) {
 		metric.WithDescription("1 for each problem that a consumer has now."))
 	g.staged, errs[6] = g.meter.Float64ObservableGauge("eventlog.staged.age", metric.WithUnit("s"),
 		metric.WithDescription("How long ago the oldest staged event was appended that has no number yet; 0 where there is none."))
+	g.reserve, errs[7] = g.meter.Int64ObservableGauge("eventlog.log.partition_reserve", metric.WithUnit("{event}"),
+		metric.WithDescription("Events that can be appended until the log's partitions are full, and appends fail."))
 	g.failures, errs[5] = g.meter.Int64Counter("eventlog.gauges.failures", metric.WithUnit("{read}"),
 		metric.WithDescription("Reads of the consumers' gauges that failed: their scrapes report no consumer."))
 	return g, errors.Join(errs[:]...)
@@ -229,6 +232,9 @@ func (g *gauges) observe(ctx context.Context, o metric.Observer) error {
 		l := g.labels[i]
 		if i == 0 {
 			o.ObserveFloat64(g.staged, max(0, s.staged), g.log...)
+			if s.reserve != nil {
+				o.ObserveInt64(g.reserve, max(0, *s.reserve), g.log...)
+			}
 		}
 		if s.known() {
 			o.ObserveInt64(g.lag, s.lag(), l.consumer...)

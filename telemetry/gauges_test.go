@@ -264,6 +264,29 @@ func TestAgeOfStagedEventsIsReportedForTheLog(t *testing.T) {
 	require.InDelta(t, 3630, m.collect(t)[staged][""], 30.1)
 }
 
+func TestReserveIsWhatFitsIntoThePartitionsUntilAppendsFail(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	ensure(t, db, key("x"), key("y"))
+	m := newMeters()
+	register(t, m, telemetry.GaugesConfig{DB: db.Pool(t), Keys: []cursor.Key{key("x"), key("y")}})
+	const reserve = "eventlog.log.partition_reserve"
+	appendAgo(t, db, 3, 0)
+	require.NotContains(t, m.collect(t), reserve, "the one partition takes every number")
+	db.Exec(t, "alter table event_log detach partition event_log_first")
+	db.Exec(t, "alter table event_log attach partition event_log_first for values from (minvalue) to (5)")
+	db.Exec(t, "create table event_log_last partition of event_log for values from (5) to (9)")
+	require.Equal(t, map[string]float64{"": 5}, m.collect(t)[reserve])
+	appendAgo(t, db, 4, 0)
+	require.Equal(t, map[string]float64{"": 1}, m.collect(t)[reserve])
+	appendAgo(t, db, 1, 0)
+	require.Equal(t, map[string]float64{"": 0}, m.collect(t)[reserve])
+	_, err := db.Conn(t).Exec(t.Context(), "insert into event_outbox (topic) values ('orders')")
+	require.ErrorContains(t, err, "no partition")
+	db.Exec(t, "create table event_log_end partition of event_log for values from (9) to (maxvalue)")
+	require.NotContains(t, m.collect(t), reserve)
+}
+
 // An event that a source dates into the future waits all the same.
 func TestPendingAgeRunsFromWhenTheEventWasRecordedAtTheLatest(t *testing.T) {
 	t.Parallel()

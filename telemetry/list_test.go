@@ -137,6 +137,9 @@ func TestListOfInstrumentsIsWhatAScrapeShows(t *testing.T) {
 		Seq: 1, Through: 1, ErrorType: "timeout", Delay: time.Second, DelayCap: time.Second, Jitter: 1,
 	})
 	require.NoError(t, err)
+	// And its partitions have an end.
+	db.Exec(t, "alter table audit_log detach partition audit_log_first")
+	db.Exec(t, "alter table audit_log attach partition audit_log_first for values from (minvalue) to (1000)")
 	register(t, m, telemetry.GaugesConfig{DB: pool, Log: log, Keys: []cursor.Key{key("push"), key("failing")}})
 
 	attributes, shown := seen{}, map[string][]string{}

@@ -90,7 +90,7 @@ func TestScrapeIsOneStatementThatReadsNoPartitionWhole(t *testing.T) {
 		_, err := conn.Exec(t.Context(), "set plan_cache_mode = "+mode)
 		require.NoError(t, err)
 		var explained []byte
-		require.NoError(t, conn.QueryRow(t.Context(), "explain (analyze, format json) "+statement, consumers, topics, shards).Scan(&explained))
+		require.NoError(t, conn.QueryRow(t.Context(), "explain (analyze, format json) "+statement, consumers, topics, shards, "public.event_log").Scan(&explained))
 		var plans []struct {
 			Plan      plan
 			Execution float64 `json:"Execution Time"`

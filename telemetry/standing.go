@@ -43,6 +43,7 @@ type standing struct {
 	paused         bool
 	retired        bool
 	staged         float64 // the age of the log's oldest staged event, in seconds; 0 is none
+	reserve        *int64  // numbers above the head that the log's partitions take; nil is without end
 }
 
 // One row for each key, in their order. The event after a cursor and the one at it are looked for only where there
@@ -53,7 +54,14 @@ select k.n, s.last_seq, coalesce(c.last_seq, 0), c.consumer is not null, c.pause
     coalesce(passed.occurred_at <> c.last_occurred_at, false),
     coalesce(f.error_type, ''), parked.events, lost.events,
     coalesce(extract(epoch from clock_timestamp() - (
-        select min(o.appended_at) from (select q.appended_at from public.event_outbox q order by q.xid, q.id limit 100) o)), 0)::float8
+        select min(o.appended_at) from (select q.appended_at from public.event_outbox q order by q.xid, q.id limit 100) o)), 0)::float8,
+    (
+        select case when not bool_or(b.bound like '%TO (MAXVALUE)') then max((regexp_match(b.bound, 'TO \(''([0-9]+)''\)'))[1]::bigint) end
+        from (
+            select pg_get_expr(p.relpartbound, p.oid) as bound
+            from pg_inherits i join pg_class p on p.oid = i.inhrelid where i.inhparent = to_regclass($4)
+        ) b
+    ) - 1 - s.last_seq
 from unnest($1::text[], $2::text[], $3::text[]) with ordinality as k(consumer, topic, shard, n)
 cross join (select q.last_seq from public.event_seq q limit 1) s -- the planner is to know that it is one row
 left join public.event_consumer_cursors c on c.consumer = k.consumer and c.topic = k.topic and c.shard = k.shard
@@ -82,14 +90,14 @@ order by k.n`
 // read returns where the consumers stand, in their order.
 func (c consumers) read(ctx context.Context, db cursor.Querier, log *cursor.Log) ([]standing, error) {
 	standings := make([]standing, 0, len(c.consumer))
-	rows, err := db.Query(ctx, log.Render(sqlStandings), c.consumer, c.topic, c.shard)
+	rows, err := db.Query(ctx, log.Render(sqlStandings), c.consumer, c.topic, c.shard, log.Table("log"))
 	if err != nil {
 		return nil, err
 	}
 	var n int64
 	var s standing
 	_, err = pgx.ForEachRow(rows, []any{&n, &s.head, &s.position, &s.exists, &s.paused, &s.retired, &s.age, &s.rewritten,
-		&s.errorType, &s.parked, &s.lost, &s.staged}, func() error {
+		&s.errorType, &s.parked, &s.lost, &s.staged, &s.reserve}, func() error {
 		standings = append(standings, s)
 		return nil
 	})
