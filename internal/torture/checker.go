@@ -29,6 +29,7 @@ const (
 	KindApart       Kind = "committed apart from the cursor's move"
 	KindNumbers     Kind = "the log's numbers are not contiguous"
 	KindCounter     Kind = "the counter is not the highest number"
+	KindTaken       Kind = "lost, and not by a cap"
 	KindOutbox      Kind = "committed, and not in the log"
 	KindAppend      Kind = "an append that returned nil is not in the log"
 	KindUndone      Kind = "an append that was rolled back is in the log"
@@ -43,7 +44,7 @@ const (
 // snapshotKinds are what every snapshot is searched for.
 var snapshotKinds = []Kind{
 	KindUnaccounted, KindTwice, KindDoubled, KindPassedHole, KindForeign, KindWrongPark, KindWrongHandle, KindBeyond, KindJobs, KindOrder,
-	KindMoves, KindApart, KindNumbers, KindCounter, KindOutbox, KindAppend, KindUndone, KindSameEvent,
+	KindMoves, KindApart, KindNumbers, KindCounter, KindTaken, KindOutbox, KindAppend, KindUndone, KindSameEvent,
 }
 
 // ledger is what the writers said of their appends.
@@ -98,7 +99,9 @@ const sqlAll = `
 with events as (
     select l.seq, l.topic, l.uuid, l.metadata->>'kind' as kind from event_log l where l.seq > $1
     union all
-    select r.seq, r.topic, r.uuid, r.kind from torture_removed r where r.seq > $1
+    select n.seq, n.topic, n.uuid, n.kind
+    from event_retention_removals r join torture_numbered n on n.seq between r.first_seq and r.last_seq
+    where n.seq > $1 and (r.removed_at is not null or not exists (select from event_log l where l.seq = n.seq))
 ), cursors as (
     select c.consumer, c.topic, c.last_seq, i.to_seq as start
     from event_consumer_cursors c join event_consumer_interventions i using (consumer, topic, shard) where i.action = 'create'
@@ -169,6 +172,14 @@ where e.seq > $1 and not ` + sqlReplayed + ` and not exists (
     select from torture_moves m where m.consumer = e.consumer and m.xid = e.xid and e.seq > m.from_seq and e.seq <= m.to_seq)
 limit 20`},
 
+	{KindTaken, `
+select null, to_jsonb(l)::text
+from event_consumer_losses l cross join lateral generate_series(greatest(l.first_seq, $1 + 1), l.last_seq) n(seq)
+where not exists (
+    select from event_retention_removals r cross join unnest(r.behind) b
+    where n.seq between r.first_seq and r.last_seq and split_part(b, '@', 1) = l.consumer)
+limit 20`},
+
 	{KindOutbox, `select null, to_jsonb(o)::text from event_outbox o where $1 >= 0 and not o.staged limit 20`},
 }
 
@@ -198,6 +209,10 @@ func (c *checker) run(ctx context.Context, full bool) (sum int64, err error) {
 	options := pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly}
 	var accounts int64
 	err = pgx.BeginTxFunc(ctx, c.pool, options, func(tx pgx.Tx) error {
+		// Before the snapshot: so no partition that it shows is dropped meanwhile.
+		if _, err := tx.Exec(ctx, "lock table only event_log in access share mode"); err != nil {
+			return err
+		}
 		if err := c.readLog(ctx, tx); err != nil {
 			return err
 		}
@@ -244,11 +259,24 @@ func (c *checker) hold(ctx context.Context, tx pgx.Tx, i invariant, above int64)
 	return err
 }
 
+// repeated is an event that is there a second time.
+type repeated struct {
+	id         string
+	first, seq int64
+}
+
+// An event's id is remembered for as long as the event is there.
+const sqlForgotten = `
+select exists (
+    select from event_retention_removals r join torture_numbered n on n.seq = $2
+    where $1 between r.first_seq and r.last_seq and r.decided_at < n.at)`
+
 // readLog reads what was numbered since the last check.
 func (c *checker) readLog(ctx context.Context, tx pgx.Tx) error {
 	rows, _ := tx.Query(ctx, sqlAll+` select e.seq, e.uuid from events e order by e.seq`, c.head)
 	var seq int64
 	var id string
+	var again []repeated
 	broken := false
 	_, err := pgx.ForEachRow(rows, []any{&seq, &id}, func() error {
 		if seq != c.head+1 && !broken {
@@ -256,7 +284,7 @@ func (c *checker) readLog(ctx context.Context, tx pgx.Tx) error {
 			c.report.violate(KindNumbers, fmt.Sprintf("%d comes after %d", seq, c.head))
 		}
 		if other, known := c.seen[id]; known {
-			c.report.violate(KindSameEvent, fmt.Sprintf("%s is %d and %d", id, other, seq))
+			again = append(again, repeated{id, other, seq})
 		}
 		if c.undone[id] {
 			c.report.violate(KindUndone, fmt.Sprintf("%s is %d", id, seq))
@@ -266,6 +294,15 @@ func (c *checker) readLog(ctx context.Context, tx pgx.Tx) error {
 	})
 	if err != nil {
 		return err
+	}
+	for _, a := range again {
+		var forgotten bool
+		if err := tx.QueryRow(ctx, sqlForgotten, a.first, a.seq).Scan(&forgotten); err != nil {
+			return err
+		}
+		if !forgotten {
+			c.report.violate(KindSameEvent, fmt.Sprintf("%s is %d and %d", a.id, a.first, a.seq))
+		}
 	}
 	rows, _ = tx.Query(ctx, "select o.uuid from event_outbox o where o.staged")
 	c.staged = map[string]bool{}
@@ -380,11 +417,18 @@ from cursors c order by 1`
 	if err != nil {
 		return err
 	}
+	var removed int64
+	err = c.pool.QueryRow(ctx, `
+select coalesce(sum(r.last_seq - r.first_seq + 1), 0)::bigint from event_retention_removals r where r.removed_at is not null`).Scan(&removed)
+	if err != nil {
+		return err
+	}
 	c.ledger.mu.Lock()
 	defer c.ledger.mu.Unlock()
 	r := c.report
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.Removed = removed
 	r.Accounts, r.Events = accounts, c.head
 	r.Committed, r.Undone, r.Unknown = c.ledger.counts.committed, c.ledger.counts.undone, c.ledger.counts.unknown
 	for id := range c.ledger.unknown {

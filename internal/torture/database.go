@@ -49,8 +49,15 @@ create table torture_effects (
 );
 create index on torture_effects (seq, consumer);
 
-create table torture_removed (seq bigint not null, topic text not null, uuid text not null, kind text);
-create index on torture_removed (seq);
+-- What was numbered, as retention drops it.
+create table torture_numbered (
+    seq   bigint not null,
+    topic text not null,
+    uuid  text not null,
+    kind  text,
+    at    timestamptz not null default clock_timestamp()
+);
+create index on torture_numbered (seq);
 
 create table torture_moves (
     id       bigint generated always as identity,
@@ -79,6 +86,14 @@ create constraint trigger torture_slow_commit after insert on torture_moves defe
     for each row execute function torture_slow();
 create trigger torture_slow_number after insert on event_log
     for each statement execute function torture_slow();
+
+create function torture_numbered() returns trigger language plpgsql as $$
+begin
+    insert into public.torture_numbered (seq, topic, uuid, kind) select f.seq, f.topic, f.uuid, f.metadata->>'kind' from fresh f;
+    return null;
+end $$;
+create trigger torture_numbered after insert on event_log referencing new table as fresh
+    for each statement execute function torture_numbered();
 
 create index on watermill_torture_jobs (((payload->>'seq')::bigint));`
 

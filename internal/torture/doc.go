@@ -2,7 +2,7 @@
 //
 // Worker processes with several consumers and writers work on a throw-away server, behind a slow proxy. Faults are
 // aimed at rounds and appends that are under way: processes are killed, frozen and stopped, sessions are ended, the
-// server crashes, connections are reset or go silent, and the oldest events are removed. A fault counts only if the
+// server crashes, connections are reset or go silent, and package retention removes the oldest partitions. A fault counts only if the
 // server showed the open round or append, and at which step it was, while the fault was made. Meanwhile a checker
 // compares in single snapshots what the cursors say with what is in the tables.
 //

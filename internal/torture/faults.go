@@ -20,7 +20,7 @@ const (
 	Restart   Fault = "restart"   // of the server, immediate
 	Reset     Fault = "reset"     // of the connection, both sides get RST
 	HalfOpen  Fault = "half-open" // of the connection, neither side hears of it
-	Retention Fault = "retention" // the oldest events are removed
+	Retention Fault = "retention" // the oldest partitions are removed
 	Stop      Fault = "SIGTERM"   // the process has to exit with 0
 )
 
@@ -158,7 +158,7 @@ func (r *run) fault(ctx context.Context, random *rand.Rand, fault Fault, want St
 	case HalfOpen:
 		l.vanish()
 	case Retention:
-		err = r.removeOldest(ctx, random)
+		ok, err = r.removeOldest(ctx, random, l.release)
 	case Restart:
 		err = r.server.Restart(context.WithoutCancel(ctx), true)
 		r.pool.Reset()
@@ -167,30 +167,4 @@ func (r *run) fault(ctx context.Context, random *rand.Rand, fault Fault, want St
 		r.report.violate(KindCheck, fmt.Sprintf("%s: %v", fault, err))
 	}
 	return b.step, ok && err == nil
-}
-
-// What is removed is kept aside, so that it can be accounted for.
-const sqlRemove = `
-with gone as (
-    delete from event_log l where l.seq < $1 returning l.seq, l.topic, l.uuid, l.metadata->>'kind' as kind
-)
-insert into torture_removed (seq, topic, uuid, kind) select seq, topic, uuid, kind from gone`
-
-// removeOldest removes what every consumer has passed, or what none should have to miss.
-func (r *run) removeOldest(ctx context.Context, random *rand.Rand) error {
-	var slowest, head int64
-	err := r.pool.QueryRow(ctx, "select min(c.last_seq), max(s.last_seq) from event_consumer_cursors c, event_seq s").Scan(&slowest, &head)
-	if err != nil {
-		return err
-	}
-	upTo := slowest - random.Int64N(20)
-	switch random.IntN(12) {
-	case 0:
-		upTo = head + 1 // all
-	case 1, 2, 3, 4:
-		upTo = min(head, slowest+2+random.Int64N(15))
-	}
-	tag, err := r.pool.Exec(ctx, sqlRemove, upTo)
-	r.report.removed(tag.RowsAffected())
-	return err
 }

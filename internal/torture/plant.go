@@ -81,7 +81,12 @@ func swallow(h message.HandlerFunc) message.HandlerFunc {
 // cutHole takes an event out of the middle of the log, and moves each cursor past it that comes to stand before it.
 func (r *run) cutHole(ctx context.Context) {
 	const cut = `
-delete from event_log l where l.seq = (select max(c.last_seq) + 5 from event_consumer_cursors c) returning l.seq`
+with gone as (
+    delete from event_log l where l.seq = (select max(c.last_seq) + 5 from event_consumer_cursors c) returning l.seq
+), never as (
+    delete from torture_numbered n using gone where n.seq = gone.seq
+)
+select seq from gone`
 	var hole int64
 	for hole == 0 && wait(ctx, 100*time.Millisecond) == nil {
 		_ = r.pool.QueryRow(ctx, cut).Scan(&hole) // no row yet

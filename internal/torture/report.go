@@ -64,12 +64,6 @@ func (r *Report) count(n *int) {
 	*n++
 }
 
-func (r *Report) removed(n int64) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.Removed += n
-}
-
 func (r *Report) checked(full bool, accounts int64, appends int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

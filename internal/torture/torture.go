@@ -12,6 +12,7 @@ import (
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgserver"
+	"github.com/watermill-eventlog/watermill-eventlog/retention"
 )
 
 const (
@@ -78,6 +79,9 @@ type run struct {
 	report *Report
 	check  *checker
 
+	retention   *retention.Retention
+	maintaining sync.Mutex
+
 	up  sync.RWMutex       // held for writing while the server is down
 	end context.CancelFunc // of the faults
 }
@@ -106,6 +110,10 @@ func Run(ctx context.Context, config Config) (report *Report, err error) {
 	if err := prepare(ctx, pool); err != nil {
 		return nil, err
 	}
+	retention, err := newRetention(ctx, server, pool)
+	if err != nil {
+		return nil, err
+	}
 	p, err := newProxy(fmt.Sprintf("%s:%d", server.Host(), server.Port()))
 	if err != nil {
 		return nil, err
@@ -113,7 +121,7 @@ func Run(ctx context.Context, config Config) (report *Report, err error) {
 	defer p.close()
 
 	r := &run{
-		config: config, server: server, pool: pool, proxy: p,
+		config: config, server: server, pool: pool, proxy: p, retention: retention,
 		ledger: newLedger(), report: newReport(config.Seed),
 	}
 	r.check = newChecker(pool, r.ledger, r.report)
@@ -149,6 +157,7 @@ func (r *run) torture(ctx context.Context) error {
 	var checking, injecting sync.WaitGroup
 	checking.Go(func() { r.checkOften(faulting) })
 	checking.Go(func() { r.replayParked(faulting) })
+	checking.Go(func() { r.maintain(faulting) })
 	if r.config.plant == plantHole {
 		checking.Go(func() { r.cutHole(faulting) })
 	}
