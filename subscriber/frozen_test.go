@@ -73,13 +73,13 @@ func TestProcessFrozenInItsHandlerLosesItsTurnAndDoesNoHarm(t *testing.T) {
 	logtest.Append(t, db, holds, 1)
 	logtest.Append(t, db, "orders", 3)
 	w := startHeld(t, db, frozenBound)
-	receive(t, w.lines, "the handler of event 4")
-	w.freeze(t)
+	receive(t, w.Lines, "the handler of event 4")
+	w.Freeze(t)
 	inState(t, db, idleInRound)
 	takesOver(t, db, 7)
 	eachOnce(t, db, 7)
-	w.thaw(t)
-	w.proceed(t)
+	w.Thaw(t)
+	w.Tell(t, "go on")
 	worksAgain(t, db, 7)
 }
 
@@ -90,13 +90,13 @@ func TestProcessFrozenBetweenTwoStatementsLosesItsTurnAndDoesNoHarm(t *testing.T
 	require.Eventually(t, func() bool { return position(t, db, "push") >= 0 }, 20*time.Second, 5*time.Millisecond) // from here on in rounds
 	var head int64
 	for range 2 {
-		for started := time.Now(); ; w.thaw(t) {
+		for started := time.Now(); ; w.Thaw(t) {
 			require.Less(t, time.Since(started), 20*time.Second, "it was never between two statements")
 			at := position(t, db, "push")
 			if head = pgtest.Value[int64](t, db, "select last_seq from event_seq"); at == head {
 				logtest.Append(t, db, "orders", 500)
 			}
-			w.freeze(t)
+			w.Freeze(t)
 			if backendIs(t, db, idleInRound) {
 				break
 			}
@@ -104,7 +104,7 @@ func TestProcessFrozenBetweenTwoStatementsLosesItsTurnAndDoesNoHarm(t *testing.T
 		head = pgtest.Value[int64](t, db, "select last_seq from event_seq")
 		takesOver(t, db, head)
 		eachOnce(t, db, head)
-		w.thaw(t)
+		w.Thaw(t)
 	}
 	worksAgain(t, db, head)
 }
@@ -115,12 +115,12 @@ func TestProcessFrozenWhileItReadsALargeBatchLosesItsTurnAndDoesNoHarm(t *testin
 	db := frozenDB(t)
 	db.Exec(t, `insert into event_outbox (topic, payload) select 'orders', convert_to(repeat('x', 4 << 20), 'UTF8') from generate_series(1, 16)`)
 	w := startHeld(t, db, frozenBound, envReading+"=1")
-	require.Equal(t, "reading", receive(t, w.lines, "the read"))
-	w.freeze(t)
+	require.Equal(t, "reading", receive(t, w.Lines, "the read"))
+	w.Freeze(t)
 	inState(t, db, "wait_event = 'ClientWrite'")
 	takesOver(t, db, 16)
 	eachOnce(t, db, 16)
-	w.thaw(t)
-	w.proceed(t)
+	w.Thaw(t)
+	w.Tell(t, "go on")
 	worksAgain(t, db, 16)
 }

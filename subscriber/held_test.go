@@ -2,26 +2,22 @@ package subscriber_test
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"fmt"
-	"io"
 	"net"
 	"os"
-	"os/exec"
-	"os/signal"
 	"strings"
 	"sync"
-	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/stretchr/testify/require"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/middleware"
 	"github.com/watermill-eventlog/watermill-eventlog/publisher"
@@ -29,32 +25,27 @@ import (
 )
 
 const (
-	// envBound makes a worker process one that can be held, and is its ServerBound.
+	// envBound is the ServerBound of a worker that can be held.
 	envBound = "EVENTLOG_TEST_BOUND"
 	// envReading holds it in the middle of its first large read, too.
 	envReading = "EVENTLOG_TEST_READING"
 	// held is its instance's name, holds the topic whose events hold its handler.
 	held, holds = "held", "hold"
+	// stormOver is a notification of which it says when it has read it.
+	stormOver = "the storm is over"
 )
 
 // runHeldWorker handles the events of consumer push. Where it is held it says so in a line, and goes on at the next
 // line that it is sent.
-func runHeldWorker(url string) error {
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
-	defer stop()
+func runHeldWorker(ctx context.Context, url string) error {
 	bound, err := time.ParseDuration(os.Getenv(envBound))
 	if err != nil {
 		return err
 	}
 	lines := bufio.NewScanner(os.Stdin)
-	var read atomic.Int64 // when
 	wait := func(format string, args ...any) {
 		fmt.Printf(format+"\n", args...)
 		lines.Scan()
-		// Until what was sent to it meanwhile is read; a poll reads as well.
-		for time.Since(time.UnixMilli(read.Load())) < min(300*time.Millisecond, bound/30) {
-			time.Sleep(5 * time.Millisecond)
-		}
 	}
 	config, err := pgxpool.ParseConfig(url)
 	if err != nil {
@@ -67,7 +58,7 @@ func runHeldWorker(url string) error {
 	dial := config.ConnConfig.DialFunc
 	config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
 		conn, err := dial(ctx, network, address)
-		return &heldConn{Conn: conn, hold: hold, last: &read}, err
+		return &heldConn{Conn: conn, hold: hold}, err
 	}
 	pool, err := pgxpool.NewWithConfig(ctx, config)
 	if err != nil {
@@ -124,68 +115,29 @@ func numbered(msg *message.Message) ([]*message.Message, error) {
 	return []*message.Message{message.NewMessage(msg.UUID, fmt.Append(nil, seqOf(msg)))}, nil
 }
 
-// heldConn notes when it was read last, and holds whoever reads when it has read a lot.
+// heldConn holds whoever reads when it has read a lot, and tells of a notification.
 type heldConn struct {
 	net.Conn
 	bytes int
+	tail  []byte // of what it has read
 	hold  func()
-	last  *atomic.Int64
 }
 
 func (c *heldConn) Read(b []byte) (int, error) {
 	n, err := c.Conn.Read(b)
-	c.last.Store(time.Now().UnixMilli())
+	c.tail = append(c.tail, b[:n]...)
+	if bytes.Contains(c.tail, []byte(stormOver)) {
+		fmt.Println(stormOver)
+		c.tail = nil
+	}
+	c.tail = c.tail[max(0, len(c.tail)-len(stormOver)):]
 	if c.bytes += n; c.bytes > 1<<20 {
 		c.hold()
 	}
 	return n, err
 }
 
-// heldWorker is such a process, seen from outside.
-type heldWorker struct {
-	process *exec.Cmd
-	in      io.Writer
-	lines   chan string
-}
-
-func startHeld(t *testing.T, db *pgtest.DB, bound time.Duration, env ...string) *heldWorker {
+func startHeld(t *testing.T, db *pgtest.DB, bound time.Duration, environment ...string) *logtest.Process {
 	t.Helper()
-	w := &heldWorker{process: exec.Command(os.Args[0]), lines: make(chan string, 100)}
-	w.process.Env = append(append(os.Environ(), envWorker+"="+db.URL()+"&application_name="+held, envBound+"="+bound.String()), env...)
-	w.process.Stderr = os.Stderr
-	var err error
-	w.in, err = w.process.StdinPipe()
-	require.NoError(t, err)
-	out, err := w.process.StdoutPipe()
-	require.NoError(t, err)
-	require.NoError(t, w.process.Start())
-	var reading sync.WaitGroup
-	reading.Go(func() {
-		for lines := bufio.NewScanner(out); lines.Scan(); {
-			w.lines <- lines.Text()
-		}
-	})
-	t.Cleanup(func() {
-		_ = w.process.Process.Kill()
-		reading.Wait()
-		_ = w.process.Wait()
-	})
-	return w
-}
-
-// proceed lets it go on from where it is held.
-func (w *heldWorker) proceed(t *testing.T) {
-	t.Helper()
-	_, err := io.WriteString(w.in, "go on\n")
-	require.NoError(t, err)
-}
-
-func (w *heldWorker) freeze(t *testing.T) {
-	t.Helper()
-	require.NoError(t, w.process.Process.Signal(syscall.SIGSTOP))
-}
-
-func (w *heldWorker) thaw(t *testing.T) {
-	t.Helper()
-	require.NoError(t, w.process.Process.Signal(syscall.SIGCONT))
+	return logtest.Start(t, db, held, held, append(environment, envBound+"="+bound.String())...)
 }

@@ -1,12 +1,9 @@
 package subscriber_test
 
 import (
-	"bufio"
 	"context"
 	"fmt"
 	"os"
-	"os/exec"
-	"os/signal"
 	"strconv"
 	"syscall"
 	"testing"
@@ -24,33 +21,18 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
 )
 
-// envWorker makes the test binary a worker process on the database that it names; envPark is its ParkAfter, and
-// envDeadly the event at which it dies.
+// envPark is a worker's ParkAfter, and envDeadly the event at which it dies.
 const (
-	envWorker = "EVENTLOG_TEST_WORKER"
 	envPark   = "EVENTLOG_TEST_PARK"
 	envDeadly = "EVENTLOG_TEST_DEADLY"
 )
 
 func TestMain(m *testing.M) {
-	if url := os.Getenv(envWorker); url != "" {
-		run := runWorker
-		if os.Getenv(envBound) != "" {
-			run = runHeldWorker
-		}
-		if err := run(url); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		return
-	}
-	pgtest.Main(m)
+	logtest.Main(m, map[string]logtest.Program{"worker": runWorker, held: runHeldWorker})
 }
 
 // runWorker handles the events of consumer push until it is told to stop.
-func runWorker(url string) error {
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
-	defer stop()
+func runWorker(ctx context.Context, url string) error {
 	pool, err := pgxpool.New(ctx, url)
 	if err != nil {
 		return err
@@ -91,48 +73,33 @@ func runWorker(url string) error {
 	return router.Run(ctx)
 }
 
-// worker is such a process, seen from outside. Its backends carry its name.
-type worker struct {
-	name    string
-	process *exec.Cmd
-}
-
-func startWorker(t *testing.T, db *pgtest.DB, number int, environment ...string) *worker {
+// startWorker returns when it is running.
+func startWorker(t *testing.T, db *pgtest.DB, number int, environment ...string) *logtest.Process {
 	t.Helper()
-	w := &worker{name: fmt.Sprintf("worker-%d", number)}
-	w.process = exec.Command(os.Args[0])
-	w.process.Env = append(os.Environ(), append(environment, envWorker+"="+db.URL()+"&application_name="+w.name)...)
-	w.process.Stderr = os.Stderr
-	out, err := w.process.StdoutPipe()
-	require.NoError(t, err)
-	require.NoError(t, w.process.Start())
-	t.Cleanup(func() { _ = w.process.Process.Kill(); _ = w.process.Wait() })
-	line, err := bufio.NewReader(out).ReadString('\n')
-	require.NoError(t, err)
-	require.Equal(t, "running\n", line)
+	w := logtest.Start(t, db, "worker", fmt.Sprintf("worker-%d", number), environment...)
+	w.Says(t, "running")
 	return w
 }
 
-// killInRound kills the process while its backend holds the cursor: it is stopped first, so that what is seen
+// killInRound kills a worker while its backend holds the cursor: it is stopped first, so that what is seen
 // is what is killed.
-func (w *worker) killInRound(t *testing.T, db *pgtest.DB) bool {
+func killInRound(t *testing.T, db *pgtest.DB, w *logtest.Process) bool {
 	t.Helper()
-	require.NoError(t, w.process.Process.Signal(syscall.SIGSTOP))
+	w.Freeze(t)
 	inRound := pgtest.Value[bool](t, db, `select exists (select from pg_stat_activity
-		where application_name = $1 and backend_xid is not null and state = 'idle in transaction')`, w.name)
+		where application_name = $1 and backend_xid is not null and state = 'idle in transaction')`, w.Name)
 	if !inRound {
-		require.NoError(t, w.process.Process.Signal(syscall.SIGCONT))
+		w.Thaw(t)
 		return false
 	}
-	require.NoError(t, w.process.Process.Kill())
-	_ = w.process.Wait()
+	w.Kill()
 	return true
 }
 
 // killInRounds has two workers on the consumer, kills one after another in an open round until there were that many
 // kills, with some events passed between two of them, and returns the two that are left and where the kills were.
 // Where the work ends before the kills do, there is more of it.
-func killInRounds(t *testing.T, db *pgtest.DB, kills int, apart int64, environment ...string) (workers []*worker, killedAt []int64) {
+func killInRounds(t *testing.T, db *pgtest.DB, kills int, apart int64, environment ...string) (workers []*logtest.Process, killedAt []int64) {
 	t.Helper()
 	for i := range 2 {
 		workers = append(workers, startWorker(t, db, i+1, environment...))
@@ -144,7 +111,7 @@ func killInRounds(t *testing.T, db *pgtest.DB, kills int, apart int64, environme
 			if at == pgtest.Value[int64](t, db, "select last_seq from event_seq") {
 				logtest.Append(t, db, "orders", int(apart))
 			}
-			if at < next || len(killedAt) == kills || !w.killInRound(t, db) {
+			if at < next || len(killedAt) == kills || !killInRound(t, db, w) {
 				continue
 			}
 			killedAt, next = append(killedAt, at), at+apart
@@ -163,8 +130,7 @@ func TestKilledProcessesLoseAndDoubleNothing(t *testing.T) {
 	t.Logf("killed in a round at %v", killedAt)
 	handledOnce(t, db)
 	for _, w := range workers {
-		require.NoError(t, w.process.Process.Signal(syscall.SIGTERM))
-		require.NoError(t, w.process.Wait(), "a stopped worker ends well")
+		w.Stop(t)
 	}
 }
 

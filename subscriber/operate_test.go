@@ -4,7 +4,6 @@ import (
 	"errors"
 	"strings"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -85,8 +84,7 @@ func TestDeliveryRecordOutlivesItsProcess(t *testing.T) {
 	key, conn := cursor.Key{Consumer: "push"}, db.Conn(t)
 	handledOnce(t, db)
 	for _, w := range workers {
-		require.NoError(t, w.process.Process.Signal(syscall.SIGTERM))
-		require.NoError(t, w.process.Wait())
+		w.Stop(t)
 	}
 	// Each round on record is one that has committed, and each event is in one.
 	require.Equal(t, int64(0), pgtest.Value[int64](t, db, `select count(*) from event_log l

@@ -182,8 +182,6 @@ func TestEventThatKillsItsProcessIsParked(t *testing.T) {
 	deaths := 0
 	for {
 		w := startWorker(t, db, deaths+1, envPark+"=3", envDeadly+"=13")
-		ended := make(chan error, 1)
-		go func() { ended <- w.process.Wait() }()
 		passed := make(chan struct{})
 		go func() {
 			defer close(passed)
@@ -196,14 +194,13 @@ func TestEventThatKillsItsProcessIsParked(t *testing.T) {
 			}
 		}()
 		select {
-		case <-ended:
+		case <-w.Ended:
 			deaths++
 			require.Less(t, deaths, 10)
 			continue
 		case <-passed:
 		}
-		require.NoError(t, w.process.Process.Kill())
-		<-ended
+		w.Kill()
 		break
 	}
 	// One death in the batch, and three with the event alone in its unit.

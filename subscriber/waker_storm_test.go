@@ -31,23 +31,25 @@ func TestNotificationsDuringABusyHandlerPileUpNowhere(t *testing.T) {
 	db := frozenDB(t) // a queue of its own
 	w := startHeld(t, db, time.Minute)
 	logtest.Append(t, db, holds, 1)
-	first, err := strconv.ParseInt(receive(t, w.lines, "the handler"), 10, 64)
+	first, err := strconv.ParseInt(receive(t, w.Lines, "the handler"), 10, 64)
 	require.NoError(t, err)
 	waitListening(t, db, 0)
 	usage := func() float64 { return pgtest.Value[float64](t, db, "select pg_notification_queue_usage()") }
 	storm(t, db, usage)
-	before := resident(t, w.process.Process.Pid)
+	w.Says(t, stormOver)
+	before := resident(t, w.PID())
 	storm(t, db, usage)
-	grown := resident(t, w.process.Process.Pid) - before
+	w.Says(t, stormOver)
+	grown := resident(t, w.PID()) - before
 	t.Logf("memory grown by %d KiB of %d", grown, before)
 	require.Less(t, grown, int64(24<<10), "the notifications have 50 MiB")
 
-	w.proceed(t)
+	w.Tell(t, "go on")
 	waitPosition(t, db, "push", 1)
 	logtest.Append(t, db, holds, 1)
-	second, err := strconv.ParseInt(receive(t, w.lines, "the handler"), 10, 64)
+	second, err := strconv.ParseInt(receive(t, w.Lines, "the handler"), 10, 64)
 	require.NoError(t, err)
-	w.proceed(t)
+	w.Tell(t, "go on")
 	waitPosition(t, db, "push", 2)
 	require.LessOrEqual(t, second-first, int64(3), "a round for all of them, one for a poll, and that of the new event")
 }
@@ -58,10 +60,10 @@ func TestFrozenProcessDoesNotHoldUpNotifications(t *testing.T) {
 	db := frozenDB(t)
 	w := startHeld(t, db, frozenBound)
 	pid := waitListening(t, db, 0)
-	w.freeze(t)
+	w.Freeze(t)
 	storm(t, db, func() float64 { return pgtest.Value[float64](t, db, "select pg_notification_queue_usage()") })
 	require.Equal(t, int64(0), pgtest.Value[int64](t, db, listeners), "what is sent is far more than sockets hold")
-	w.thaw(t)
+	w.Thaw(t)
 	waitListening(t, db, pid)
 	logtest.Append(t, db, "orders", 1)
 	waitPosition(t, db, "push", 1)
@@ -101,6 +103,7 @@ func storm(t *testing.T, db *pgtest.DB, usage func() float64) {
 	for range senders {
 		require.NoError(t, <-sent)
 	}
+	db.Exec(t, "select pg_notify('event_log', $1)", stormOver)
 	require.Equal(t, int64(0), inTransaction)
 	t.Logf("100,000 notifications read in %v, queue usage at most %.4f", time.Since(started).Round(time.Millisecond), highest)
 }

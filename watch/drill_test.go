@@ -28,7 +28,7 @@ func TestDrill(t *testing.T) {
 	require.Equal(t, 0, w.Look(t.Context()).ExitCode())
 
 	// 2. Stop the consumer. Nothing happens while there is no work; then work waits, and after the grace period it is red.
-	running.stop(t)
+	running.Stop(t)
 	logtest.Append(t, db, "orders", 20)
 	require.Equal(t, 0, w.Look(t.Context()).ExitCode())
 	c.set(6 * time.Minute)

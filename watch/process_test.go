@@ -1,7 +1,6 @@
 package watch_test
 
 import (
-	"syscall"
 	"testing"
 	"time"
 
@@ -60,7 +59,7 @@ func TestStoppedWorkerIsSeenFromOutsideUntilTheWorkIsDone(t *testing.T) {
 	logtest.Append(t, db, "orders", 100)
 	handled(t, db, push, other)
 	healthy(t, w.Look(t.Context()))
-	running.stop(t)
+	running.Stop(t)
 	c.set(14 * time.Hour)
 	healthy(t, w.Look(t.Context())) // it is gone, and there is nothing to do
 
@@ -75,14 +74,13 @@ func TestStoppedWorkerIsSeenFromOutsideUntilTheWorkIsDone(t *testing.T) {
 	// A restart alone does not make it green: the first consumer goes on, the other's event blocks.
 	blocking := appendPayload(t, db, "block")
 	running = startWorker(t, db, subscriber.AllTopics)
-	running.says(t, "blocked")
+	running.Says(t, "blocked")
 	handled(t, db, other)
 	c.set(14 * time.Hour)
 	r := w.Look(t.Context())
 	require.Equal(t, []watch.Kind{watch.Standing}, kinds(r, push))
 	require.Empty(t, kinds(r, other), "only the one that stands")
-	require.NoError(t, running.process.Process.Kill())
-	_ = running.process.Wait()
+	running.Kill()
 	require.Equal(t, []watch.Kind{watch.Standing}, kinds(w.Look(t.Context()), push))
 	db.Exec(t, "update event_log set payload = 'mended' where seq = $1", blocking)
 	startWorker(t, db, subscriber.AllTopics)
@@ -97,14 +95,14 @@ func TestFrozenWorkerIsSeenFromOutside(t *testing.T) {
 	running := startWorker(t, db, subscriber.AllTopics)
 	logtest.Append(t, db, "orders", 10)
 	handled(t, db, push, other)
-	running.signal(t, syscall.SIGSTOP)
+	running.Freeze(t)
 	logtest.Append(t, db, "orders", 10)
 	healthy(t, w.Look(t.Context()))
 	c.set(6 * time.Minute)
 	r := w.Look(t.Context())
 	require.Equal(t, []watch.Kind{watch.Standing, watch.Standing}, kinds(r, cursor.Key{}))
 	require.Equal(t, watch.Critical, r.Status)
-	running.signal(t, syscall.SIGCONT)
+	running.Thaw(t)
 	handled(t, db, push, other)
 	healthy(t, w.Look(t.Context()))
 }
@@ -156,14 +154,14 @@ func TestBacklogThatARealWorkerDrainsIsBehindAndNotStanding(t *testing.T) {
 	t.Parallel()
 	db := logtest.New(t)
 	w, c := at(t, db, push, other)
-	startWorker(t, db, subscriber.AllTopics).stop(t)
+	startWorker(t, db, subscriber.AllTopics).Stop(t)
 	db.Exec(t, `insert into event_outbox (topic, occurred_at, payload)
 		select 'orders', clock_timestamp() - interval '2 days', case i when 1500 then 'block'::bytea else '' end from generate_series(1, 3000) i`)
 	c.set(time.Hour)
 	require.Equal(t, []watch.Kind{watch.Standing, watch.Standing}, kinds(w.Look(t.Context()), cursor.Key{}))
 	c.set(0)
 	running := startWorker(t, db, subscriber.AllTopics)
-	running.says(t, "blocked")
+	running.Says(t, "blocked")
 	// It moved a moment ago; half of the backlog, two days old, is left.
 	require.Eventually(t, func() bool { return logtest.Position(t, db, push) >= 1490 }, time.Minute, 20*time.Millisecond)
 	r := w.Look(t.Context())
