@@ -174,7 +174,8 @@ type pass struct {
 	id       int64
 	begun    bool
 	stoodBy  bool
-	missed   bool          // something was locked, or the partitions are full
+	missed   bool          // something was locked
+	full     bool          // the partitions are, as far as is known
 	refused  *RefusedError // the last batch of which something was
 	numbered int64
 }
@@ -190,6 +191,10 @@ func (s *Sequencer) number(ctx context.Context, p *pass) (more bool, err error) 
 	if !p.begun {
 		p.seen, p.xid, p.id = nil, "0", 0
 	}
+	most := s.config.BatchSize
+	if p.full {
+		most = 1 // a batch that the log does not take costs as much as one that it does
+	}
 	var seen, xid string
 	var taken, missed, refused int
 	var id, numbered int64
@@ -198,7 +203,7 @@ func (s *Sequencer) number(ctx context.Context, p *pass) (more bool, err error) 
 	// each statement of the function has to see what was committed before it.
 	batch := &pgx.Batch{}
 	batch.Queue("begin isolation level read committed")
-	batch.Queue(s.config.Log.Render(sqlSequence), p.since, p.seen, p.xid, p.id, s.config.BatchSize)
+	batch.Queue(s.config.Log.Render(sqlSequence), p.since, p.seen, p.xid, p.id, most)
 	batch.Queue("commit")
 	results := s.db.SendBatch(ctx, batch)
 	if _, err = results.Exec(); err == nil {
@@ -220,7 +225,14 @@ func (s *Sequencer) number(ctx context.Context, p *pass) (more bool, err error) 
 		p.refused = &RefusedError{Events: refused, Reason: reason}
 	}
 	p.seen = &seen
-	if taken == s.config.BatchSize {
+	switch full := missed > 0 && refused > 0; {
+	case full: // what is behind it would be refused as well; the next pass looks at everything
+		p.full, p.since, p.begun, p.missed = true, nil, false, false
+		return false, nil
+	case numbered > 0:
+		p.full = false
+	}
+	if taken == most {
 		p.begun, p.xid, p.id = true, xid, id
 		return true, nil
 	}

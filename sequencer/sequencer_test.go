@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -527,14 +528,39 @@ func TestStagedEventThatTheLogRefusesHoldsUpNoOther(t *testing.T) {
 	require.ErrorAs(t, err, &refused)
 }
 
+// counting counts what it is sent.
+type counting struct {
+	sequencer.Database
+	sent atomic.Int64
+}
+
+func (c *counting) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
+	c.sent.Add(1)
+	return c.Database.SendBatch(ctx, b)
+}
+
+// Meanwhile a look tries one of them, and not all again.
 func TestStagedEventsWaitForPartitions(t *testing.T) {
 	t.Parallel()
 	db := logtest.New(t)
 	db.Exec(t, "alter table event_log detach partition event_log_first")
 	db.Exec(t, "alter table event_log attach partition event_log_first for values from (minvalue) to (6)")
+	db.Exec(t, `create sequence tried;
+		create function try() returns trigger language plpgsql as $$ begin perform nextval('public.tried'); return old; end $$;
+		create trigger try before delete on event_outbox for each row execute function try()`)
 	stage(t, db, 12)
-	run(t, db.Pool(t), sequencer.Config{PollInterval: time.Millisecond})
+	looks := &counting{Database: db.Pool(t)}
+	run(t, looks, sequencer.Config{PollInterval: time.Millisecond, BatchSize: 8})
 	require.Eventually(t, func() bool { return len(payloads(t, db)) == 5 }, 30*time.Second, 5*time.Millisecond)
+	lookOn := func(n int64) int64 {
+		until := looks.sent.Load() + n
+		require.Eventually(t, func() bool { return looks.sent.Load() >= until }, 30*time.Second, time.Millisecond)
+		return pgtest.Value[int64](t, db, "select last_value from tried")
+	}
+	before := lookOn(2)
+	from := looks.sent.Load()
+	after := lookOn(50)
+	require.LessOrEqual(t, after-before, 2*(looks.sent.Load()-from+1), "in a batch of one, and then alone")
 	db.Exec(t, "create table event_log_next partition of event_log for values from (6) to (maxvalue)")
 	require.Eventually(t, func() bool { return len(payloads(t, db)) == 12 }, 30*time.Second, 5*time.Millisecond)
 	require.Equal(t, numbers(12), payloads(t, db))
