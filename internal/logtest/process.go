@@ -44,7 +44,7 @@ func Main(m *testing.M, programs map[string]Program) {
 
 // Process is one that a test has started, seen from outside. It is killed at the test's end, if it is still there.
 type Process struct {
-	Name  string        // of its database sessions: their application_name
+	Name  string        // of its database connections: their application_name
 	Lines chan string   // what it prints
 	Ended chan struct{} // closed when it has
 
