@@ -7,7 +7,6 @@ import (
 	"io"
 	"regexp"
 	"runtime"
-	"syscall"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -27,12 +26,14 @@ type bench struct {
 	report   Report
 	progress io.Writer
 	made     int // databases
+
+	postmaster int // the server's first process
 }
 
 func newBench(ctx context.Context, o options, matching *regexp.Regexp, progress io.Writer) (*bench, error) {
 	b := &bench{options: o, matching: matching, progress: progress}
 	if b.n == 0 {
-		b.n = b.either(20_000, 50_000)
+		b.n = 50_000
 	}
 	if b.repeat == 0 {
 		b.repeat = b.either(3, 5)
@@ -68,6 +69,9 @@ func (b *bench) setUp(ctx context.Context) (err error) {
 		return err
 	}
 	b.report.Machine = machine(version)
+	if backend, ok := processStat(fmt.Sprintf("/proc/%d/stat", b.admin.PgConn().PID())); ok {
+		b.postmaster = backend.parent
+	}
 	fsync := "on"
 	if !b.fsync {
 		fsync = "off"
@@ -266,11 +270,4 @@ func pause(ctx context.Context, d time.Duration) error {
 	case <-timer.C:
 		return nil
 	}
-}
-
-// clientCPU is what this process has used.
-func clientCPU() time.Duration {
-	var usage syscall.Rusage
-	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &usage) // never fails
-	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
 }

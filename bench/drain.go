@@ -54,7 +54,7 @@ func drain(ctx context.Context, b *bench) error {
 	}
 	rivals = kept
 
-	first := min(b.n, (b.n/10+999)/1000*1000) // whole batches
+	first := min(b.n, (b.n/25+999)/1000*1000) // whole batches
 	b.report.note("watermill-sql and River have the same backlog, and are measured over its first %s events", grouped(int64(first)))
 	err := inTurns(b.repeat, len(rivals), func(i int) error {
 		r, n := rivals[i], b.n
@@ -70,9 +70,11 @@ func drain(ctx context.Context, b *bench) error {
 			}
 			bound, cancel := context.WithTimeout(ctx, 10*time.Minute)
 			defer cancel()
+			server, known := serverCPU(b.postmaster)
 			start, cpu := time.Now(), clientCPU()
 			err := r.run(bound, db, n)
 			elapsed, cpu := time.Since(start), clientCPU()-cpu
+			served, _ := serverCPU(b.postmaster)
 			if err == nil {
 				err = db.checkJobs(ctx, n, !r.unordered)
 			}
@@ -84,6 +86,9 @@ func drain(ctx context.Context, b *bench) error {
 			rate := float64(n) / elapsed.Seconds()
 			b.report.add(r.name, "events/s", rate)
 			b.report.add(r.name+", client CPU", "µs/event", float64(cpu.Microseconds())/float64(n))
+			if known {
+				b.report.add(r.name+", server CPU", "µs/event", float64((served-server).Microseconds())/float64(n))
+			}
 			b.say("%s: %s events/s", r.name, number(rate))
 			return nil
 		})

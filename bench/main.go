@@ -66,7 +66,7 @@ func run(ctx context.Context, args []string, out, progress io.Writer) error {
 	flags.BoolVar(&o.full, "full", false, "more events, more rounds, larger backlogs: half an hour instead of minutes")
 	flags.StringVar(&o.run, "run", "", "the `scenarios` to run, by commas: "+names()+" (default all)")
 	flags.StringVar(&o.match, "match", "", "run only the rivals of a drain whose name matches this `regexp`")
-	flags.IntVar(&o.n, "n", 0, "how many `events` a drain goes through (default 20000, or 50000 with -full)")
+	flags.IntVar(&o.n, "n", 0, "how many `events` a drain goes through (default 50000)")
 	flags.IntVar(&o.repeat, "repeat", 0, "how many `rounds` each figure is taken (default 3, or 5 with -full)")
 	flags.BoolVar(&o.fsync, "fsync", true, "let the server wait for its disk, as it ordinarily does")
 	flags.StringVar(&o.json, "json", "", "write the report as JSON to this `file`")

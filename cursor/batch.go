@@ -43,39 +43,41 @@ with c as materialized (
     where $2::text is not null and $3::text is not null
 )`
 
+// The bounds are looked up by subselects and not by a join, which would have to sort again what the index has in order.
 const sqlAll = `
 select b.seq, b.occurred_at, b.recorded_at, b.topic, coalesce(b.key, ''), b.uuid, b.payload, b.metadata::text
-from c cross join lateral (
-    select l.*, sum(octet_length(l.payload)) over (order by l.seq rows unbounded preceding) - octet_length(l.payload) as before
+from (
+    select l.seq, l.occurred_at, l.recorded_at, l.topic, l.key, l.uuid, l.payload, l.metadata,
+        sum(octet_length(l.payload)) over (order by l.seq rows unbounded preceding) - octet_length(l.payload) as before
     from public.event_log l
-    where l.seq > c.last_seq and l.seq <= c.upto
+    where l.seq > (select c.last_seq from c) and l.seq <= (select c.upto from c)
     order by l.seq
-    limit c.events
+    limit (select c.events from c)
 ) b
 where b.before < $6
 order by b.seq`
 
-// A consumer of one topic proves that no number is missing, too, but gets its own events only. Where they
-// were cut by a bound, the proof ends with the last of them.
+// A consumer of one topic proves that no number is missing, too, but gets its own events only. A number is in the log
+// once, so as many as there should be are all of them; that their sum is right shows what repeats where the log has lost
+// its unique index. Where the events were cut by a bound, the proof ends with the last of them.
 const sqlOwn = `, own as materialized (
-    select b.* from c cross join lateral (
-        select l.*, sum(octet_length(l.payload)) over (order by l.seq rows unbounded preceding) - octet_length(l.payload) as before
+    select b.* from (
+        select l.seq, l.occurred_at, l.recorded_at, l.topic, l.key, l.uuid, l.payload, l.metadata,
+            sum(octet_length(l.payload)) over (order by l.seq rows unbounded preceding) - octet_length(l.payload) as before
         from public.event_log l
-        where l.seq > c.last_seq and l.seq <= c.upto and l.topic = $2
+        where l.seq > (select c.last_seq from c) and l.seq <= (select c.upto from c) and l.topic = $2
         order by l.seq
-        limit c.events
+        limit (select c.events from c)
     ) b
     where b.before < $6
 ), cut as (
     select count(*) >= (select c.events from c) or coalesce(sum(octet_length(own.payload)), 0) >= $6 as full, max(own.seq) as last
     from own
 ), proof as (
-    select max(n.seq) as through, bool_and(n.in_order) as in_order
-    from (
-        select l.seq, l.seq - row_number() over (order by l.seq) = c.last_seq as in_order
-        from c, cut, public.event_log l
-        where l.seq > c.last_seq and l.seq <= case when cut.full then cut.last else c.upto end
-    ) n
+    select max(l.seq) as through, count(*) = max(l.seq) - (select c.last_seq from c)
+        and sum(l.seq) * 2 = count(*) * (max(l.seq) + (select c.last_seq from c) + 1::numeric) as in_order
+    from public.event_log l
+    where l.seq > (select c.last_seq from c) and l.seq <= (select case when cut.full then cut.last else c.upto end from c, cut)
 )
 select proof.through, proof.in_order, cut.full or proof.through = c.last_seq + $4,
     (select l.occurred_at from public.event_log l where l.seq = proof.through limit 1),

@@ -6,5 +6,6 @@
 // written, what was buffered and the new position together, or nothing of it. A handler sees of it a [Unit]:
 // the transaction without its end.
 //
-// It knows PostgreSQL through pgx and nothing of Watermill; package subscriber drives the rounds.
+// It knows PostgreSQL through pgx and nothing of Watermill; package subscriber drives the rounds, and package operate
+// is what an operator does beside them.
 package cursor

@@ -103,7 +103,7 @@ func (e *AheadError) Error() string {
 		found = "the log's tail was lost and written anew"
 	}
 	return fmt.Sprintf("cursor at seq %d is ahead of the log: %s; was the database restored? move the cursor to where this "+
-		"consumer should go on (cursor.Seek, or eventlog seek)", e.Position, found)
+		"consumer should go on (operate.Seek, or eventlog seek)", e.Position, found)
 }
 
 // Is makes an AheadError an ErrCursorAhead.

@@ -22,6 +22,16 @@ type Key struct {
 	Shard    string // "" is unsharded
 }
 
+// Columns are the parts of keys as three parameters of a statement, which puts them together again by
+// unnest($1::text[], $2::text[], $3::text[]). They are never nil.
+func Columns(keys []Key) (consumers, topics, shards []string) {
+	consumers, topics, shards = make([]string, len(keys)), make([]string, len(keys)), make([]string, len(keys))
+	for i, k := range keys {
+		consumers[i], topics[i], shards[i] = k.Consumer, k.Topic, k.Shard
+	}
+	return consumers, topics, shards
+}
+
 // String is the shown name: the consumer, then "@" and the topic, then "#" and the shard where there are
 // such. A part that holds one of those signs is quoted, so that two keys never show the same.
 func (k Key) String() string {

@@ -10,6 +10,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // The longest name that PostgreSQL keeps; what is longer it cuts without an error.
@@ -127,6 +128,17 @@ func (l *Log) String() string { return l.Schema() + "." + l.Name() + "_log" }
 // "consumer_cursors".
 func (l *Log) Table(suffix string) string {
 	return pgx.Identifier{l.Schema(), l.Name() + "_" + suffix}.Sanitize()
+}
+
+// Explain names the next step where a statement found none of the log's tables ([ErrNotMigrated]). Any other error it
+// returns as it is.
+func (l *Log) Explain(err error) error {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) && (pgErr.Code == "42P01" || pgErr.Code == "3F000") { // undefined_table, invalid_schema_name
+		return fmt.Errorf("%w: %s has no tables in this database: run migrations.Up, or the SQL files of package migrations: %w",
+			ErrNotMigrated, l, err)
+	}
+	return err
 }
 
 var (

@@ -30,10 +30,7 @@ left join (
 // LookAt reads the head and the positions of the keys in one statement. It locks nothing, takes no
 // transaction id and writes nothing.
 func LookAt(ctx context.Context, db Querier, log *Log, keys []Key) (Look, error) {
-	consumers, topics, shards := make([]string, len(keys)), make([]string, len(keys)), make([]string, len(keys))
-	for i, k := range keys {
-		consumers[i], topics[i], shards[i] = k.Consumer, k.Topic, k.Shard
-	}
+	consumers, topics, shards := Columns(keys)
 	look := Look{Head: -1, Positions: make(map[Key]int64, len(keys)), Replays: map[Key]bool{}, Held: map[Key]bool{}}
 	rows, _ := db.Query(ctx, log.Render(sqlLook), consumers, topics, shards)
 	var consumer, topic, shard *string
@@ -54,7 +51,7 @@ func LookAt(ctx context.Context, db Querier, log *Log, keys []Key) (Look, error)
 		return nil
 	})
 	if err != nil {
-		return Look{}, fmt.Errorf("look at cursors: %w", explainMissingTables(log, err))
+		return Look{}, fmt.Errorf("look at cursors: %w", log.Explain(err))
 	}
 	if look.Head < 0 {
 		return Look{}, fmt.Errorf("look at cursors: the counter %s has no row", log.Table("seq"))

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // Start is where a new consumer starts. The zero value is the head. It decides only when the cursor's row is
@@ -53,6 +52,40 @@ func (s Start) String() string {
 	return s.kind
 }
 
+// Place is where a start is in a log, and the log's bounds, seen in one statement.
+type Place struct {
+	Position int64 // of a cursor that starts there: the number before its first event
+	Lowest   int64 // the oldest event that the log still holds; behind the head where it holds none
+	Head     int64
+}
+
+// The limit tells the estimate that the counter has one row.
+const sqlLocate = `
+select case $1::text
+    when 'seq' then $2::bigint - 1
+    when 'beginning' then s.lowest - 1
+    when 'time' then coalesce((select min(l.seq) - 1 from public.event_log l where l.occurred_at >= $3::timestamptz), s.last_seq)
+    else s.last_seq end, s.lowest, s.last_seq
+from (
+    select s.last_seq, coalesce((select min(l.seq) from public.event_log l), s.last_seq + 1) as lowest
+    from public.event_seq s
+    limit 1
+) s`
+
+// Locate tells where in the log a reader starts. Whether the log has such an event is for the caller to judge. A time
+// reads the log once.
+func Locate(ctx context.Context, db Querier, log *Log, start Start) (Place, error) {
+	if err := start.Validate(); err != nil {
+		return Place{}, err
+	}
+	rows, _ := db.Query(ctx, log.Render(sqlLocate), start.kind, start.seq, start.at)
+	place, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Place])
+	if err != nil {
+		return Place{}, fmt.Errorf("locate %s: %w", start, log.Explain(err))
+	}
+	return place, nil
+}
+
 // Registration is a cursor that ought to exist, and where it starts if it does not yet.
 type Registration struct {
 	Key   Key
@@ -73,6 +106,17 @@ type Beginner interface {
 // Querier is a pool, a connection or a transaction.
 type Querier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// InReadCommitted runs f in a transaction in which each statement sees what was committed before it, whatever the
+// database's default is. A transaction that is given keeps its own isolation level.
+func InReadCommitted(ctx context.Context, db Beginner, f func(pgx.Tx) error) error {
+	if db, ok := db.(interface {
+		BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
+	}); ok {
+		return pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, f)
+	}
+	return pgx.BeginFunc(ctx, db, f)
 }
 
 const sqlEnsure = `
@@ -153,7 +197,7 @@ func Ensure(ctx context.Context, db Beginner, log *Log, by string, registrations
 		return err
 	})
 	if err != nil {
-		return nil, fmt.Errorf("register cursors: %w", explainMissingTables(log, err))
+		return nil, fmt.Errorf("register cursors: %w", log.Explain(err))
 	}
 	if len(missing) > 0 {
 		return created, fmt.Errorf("%w: %v: it was created once and its row in %s is gone; restore the row, or delete its "+
@@ -161,14 +205,4 @@ func Ensure(ctx context.Context, db Beginner, log *Log, by string, registrations
 			log.Table("consumer_interventions"))
 	}
 	return created, nil
-}
-
-// explainMissingTables names the next step when a statement found none of the log's tables.
-func explainMissingTables(log *Log, err error) error {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && (pgErr.Code == "42P01" || pgErr.Code == "3F000") {
-		return fmt.Errorf("%w: %s has no tables in this database: run migrations.Up, or the SQL files of package migrations: %w",
-			ErrNotMigrated, log, err)
-	}
-	return err
 }

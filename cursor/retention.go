@@ -17,7 +17,7 @@ func Retention(ctx context.Context, db Querier, log *Log) (time.Duration, error)
 	keeps, err := pgx.CollectRows(rows, pgx.RowTo[float64])
 	switch {
 	case err != nil:
-		return 0, fmt.Errorf("read retention: %w", explainMissingTables(log, err))
+		return 0, fmt.Errorf("read retention: %w", log.Explain(err))
 	case len(keeps) == 0:
 		return 0, nil
 	case keeps[0] > time.Duration(math.MaxInt64).Seconds():

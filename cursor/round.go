@@ -189,7 +189,7 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 	}
 	switch {
 	case err != nil:
-		return nil, explainMissingTables(log, err)
+		return nil, log.Explain(err)
 	case !hold.locked:
 		o.Status = Locked
 		return o, r.mustExist(ctx)

@@ -15,49 +15,15 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 var (
 	push      = cursor.Key{Consumer: "push"}
 	beginning = cursor.FromBeginning()
+
+	register, prepare, limits, open = logtest.Register, logtest.NewRound, logtest.Limits, logtest.OpenRound
 )
-
-func register(t *testing.T, db *pgtest.DB, key cursor.Key, start cursor.Start) {
-	t.Helper()
-	_, err := cursor.Ensure(t.Context(), db.Conn(t), nil, "test", []cursor.Registration{{Key: key, Start: start}})
-	require.NoError(t, err)
-}
-
-// prepare makes a round of its own on a connection of its own, which is given back at the test's end.
-func prepare(t *testing.T, db *pgtest.DB, key cursor.Key, change ...func(*cursor.RoundConfig)) (*cursor.Round, *pgx.Conn) {
-	t.Helper()
-	config := cursor.RoundConfig{
-		Key: key, By: "test", ID: t.Name(), Bound: time.Minute,
-		Limits: cursor.Limits{Events: 10, Bytes: 1 << 20, Cover: 1000},
-	}
-	for _, c := range change {
-		c(&config)
-	}
-	conn := db.Conn(t)
-	r := cursor.NewRound(conn, config)
-	t.Cleanup(func() {
-		r.Rollback(context.Background())
-		r.Release(context.Background())
-	})
-	return r, conn
-}
-
-func limits(events int, bytes int64, cover int) func(*cursor.RoundConfig) {
-	return func(c *cursor.RoundConfig) { c.Limits = cursor.Limits{Events: events, Bytes: bytes, Cover: cover} }
-}
-
-func open(t *testing.T, db *pgtest.DB, key cursor.Key, change ...func(*cursor.RoundConfig)) (*cursor.Round, *cursor.Opening) {
-	t.Helper()
-	r, _ := prepare(t, db, key, change...)
-	o, err := r.Open(t.Context())
-	require.NoError(t, err)
-	return r, o
-}
 
 func seqs(events []cursor.Event) []int64 {
 	var numbers []int64
@@ -535,7 +501,7 @@ func TestParkedEventIsKeptAlsoWhenRetentionWasQuicker(t *testing.T) {
 	want := o.Events[0]
 	db.Exec(t, "delete from event_log")
 	require.NoError(t, r.Commit(t.Context(), o.Through))
-	list, err := cursor.ListParked(t.Context(), db.Conn(t), nil, push, 0, 10)
+	list, err := operate.Parked(t.Context(), db.Conn(t), nil, push, 0, 10)
 	require.NoError(t, err)
 	require.Len(t, list, 1)
 	require.Equal(t, want, list[0].Event)

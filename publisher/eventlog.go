@@ -7,11 +7,13 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
@@ -67,6 +69,7 @@ type EventLogConfig struct {
 type EventLog struct {
 	config EventLogConfig
 	insert inserter
+	texts  *sync.Map // of shape to the statement's text
 }
 
 var _ message.Publisher = (*EventLog)(nil)
@@ -105,7 +108,7 @@ func NewEventLog(db BatchSender, config EventLogConfig) (*EventLog, error) {
 	case config.MaxPayload == 0:
 		config.MaxPayload = 32 << 20
 	}
-	return &EventLog{config: config, insert: func(ctx context.Context, statements []statement) error {
+	return &EventLog{config: config, texts: &sync.Map{}, insert: func(ctx context.Context, statements []statement) error {
 		if db == nil {
 			return errNoDatabase
 		}
@@ -119,6 +122,10 @@ func insertAndCommit(ctx context.Context, db BatchSender, statements []statement
 	conn := connection(db)
 	if conn != nil && !conn.IsClosed() && conn.PgConn().TxStatus() != 'I' {
 		return errors.New("the publisher's connection is in a transaction, which would be committed: use InTx")
+	}
+	if alone, ok := db.(execer); ok && bare {
+		_, err := alone.Exec(ctx, statements[0].sql, statements[0].args...) // costs less than a batch of one
+		return err
 	}
 	batch := &pgx.Batch{}
 	if !bare {
@@ -141,6 +148,10 @@ func insertAndCommit(ctx context.Context, db BatchSender, statements []statement
 		_, _ = conn.Exec(ctx, "rollback") // the connection is closed if it fails
 	}
 	return err
+}
+
+type execer interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 }
 
 // connection is the one connection that a database is, or nil.
@@ -171,7 +182,7 @@ func send(ctx context.Context, db BatchSender, batch *pgx.Batch) (last string, e
 // InTx returns a publisher that appends in a pgx transaction, which the caller ends. What it appends has no
 // effect before that transaction's commit.
 func (p *EventLog) InTx(tx pgx.Tx) *EventLog {
-	return &EventLog{config: p.config, insert: func(ctx context.Context, statements []statement) error {
+	return &EventLog{config: p.config, texts: p.texts, insert: func(ctx context.Context, statements []statement) error {
 		batch := &pgx.Batch{}
 		for _, s := range statements {
 			batch.Queue(s.sql, s.args...)
@@ -186,7 +197,7 @@ func (p *EventLog) InTx(tx pgx.Tx) *EventLog {
 func (p *EventLog) InSQLTx(tx interface {
 	ExecContext(ctx context.Context, query string, args ...any) (sql.Result, error)
 }) *EventLog {
-	return &EventLog{config: p.config, insert: func(ctx context.Context, statements []statement) error {
+	return &EventLog{config: p.config, texts: p.texts, insert: func(ctx context.Context, statements []statement) error {
 		if _, ok := tx.(*sql.DB); ok {
 			return errors.New("InSQLTx was given a *sql.DB: give it the transaction (*sql.Tx)")
 		}
@@ -199,8 +210,7 @@ func (p *EventLog) InSQLTx(tx interface {
 	}}
 }
 
-const sqlAppend = `
-insert into public.event_outbox (occurred_at, topic, key, uuid, payload, metadata, staged, once) values `
+const sqlAppend = "insert into public.event_outbox "
 
 // rowsPerStatement bounds how many different statements there are, as a connection keeps those that it has
 // prepared. Each row is a group of single values, so that every driver can send them.
@@ -317,21 +327,73 @@ func (p *EventLog) tableReason(e event, metadata int) string {
 	return payloadReason(e.payload, table.PayloadType)
 }
 
+// shape is what the text of an insert depends on.
+type shape struct {
+	rows   int
+	occurs bool // one of the events brings its time
+	keyed  bool // or a key
+}
+
 func (p *EventLog) statement(events []event) statement {
-	const columns = 6
+	s := shape{rows: len(events)}
+	for i := range events {
+		s.occurs = s.occurs || events[i].occurredAt != nil
+		s.keyed = s.keyed || events[i].key != nil
+	}
+	args := make([]any, 0, len(events)*6)
+	for i := range events {
+		e := &events[i]
+		args = append(args, e.topic, e.uuid, e.payload, e.metadata)
+		if s.keyed {
+			args = append(args, e.key)
+		}
+		if s.occurs {
+			args = append(args, e.occurredAt)
+		}
+	}
+	text, known := p.texts.Load(s)
+	if !known {
+		text = p.text(s)
+		p.texts.Store(s, text)
+	}
+	return statement{text.(string), args}
+}
+
+// text is an insert with one parameter a value, so that every driver can send it. What an event does not bring is left to
+// the columns' defaults.
+func (p *EventLog) text(s shape) string {
+	columns, types := []string{"topic", "uuid", "payload", "metadata"}, []string{"$%d::text", "$%d::text", "$%d::bytea", "$%d::jsonb"}
+	if s.keyed {
+		columns, types = append(columns, "key"), append(types, "$%d::text")
+	}
+	if s.occurs {
+		columns, types = append(columns, "occurred_at"), append(types, "coalesce($%d::timestamptz, clock_timestamp())")
+	}
+	parameters := len(columns)
+	if p.config.Staged {
+		columns, types = append(columns, "staged"), append(types, "true")
+	}
+	if p.config.Once {
+		columns, types = append(columns, "once"), append(types, "true")
+	}
 	var text strings.Builder
-	text.WriteString(p.config.Log.Render(sqlAppend))
-	args := make([]any, 0, len(events)*columns)
-	for i, e := range events {
-		if i > 0 {
+	text.WriteString(p.config.Log.Render(sqlAppend) + "(" + strings.Join(columns, ", ") + ") values ")
+	n := 0
+	for row := range s.rows {
+		if row > 0 {
 			text.WriteString(", ")
 		}
-		n := len(args)
-		fmt.Fprintf(&text, "(coalesce($%d::timestamptz, clock_timestamp()), $%d::text, $%d::text, $%d::text, $%d::bytea, $%d::jsonb, %t, %t)",
-			n+1, n+2, n+3, n+4, n+5, n+6, p.config.Staged, p.config.Once)
-		args = append(args, e.occurredAt, e.topic, e.key, e.uuid, e.payload, e.metadata)
+		for i, value := range types {
+			text.WriteString([]string{"(", ", "}[min(i, 1)])
+			if i < parameters {
+				n++
+				value = fmt.Sprintf(value, n)
+			}
+			text.WriteString(value)
+		}
+		text.WriteString(")")
 	}
-	return statement{text.String(), args}
+	return text.String()
 }
 
 func (p *EventLog) explain(topic string, err error) error {

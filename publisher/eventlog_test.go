@@ -239,6 +239,31 @@ func TestRowThatNoConsumerCouldReadIsRefusedByTheOutbox(t *testing.T) {
 	require.Empty(t, log(t, db))
 }
 
+func TestOutboxSaysWhyItRefusesARow(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	db.Exec(t, `create schema odd; create function odd.isfinite(timestamptz) returns boolean language sql return true`)
+	for _, path := range []string{"public", "odd, pg_catalog", ""} {
+		conn := db.Conn(t)
+		_, err := conn.Exec(t.Context(), `select set_config('search_path', $1, false)`, path)
+		require.NoError(t, err)
+		for values, reason := range map[string]string{
+			`(topic) values ('')`:                                            "its topic is empty",
+			`(topic) values ('*')`:                                           "its topic is what consumers of all topics subscribe to",
+			`(topic, occurred_at) values ('orders', '-infinity')`:            "its occurred_at is infinite",
+			`(topic, uuid, once) values ('orders', repeat('u', 2001), true)`: "its uuid is longer than 2000 bytes, and once keeps no more",
+			`(topic, metadata, staged) values ('orders', '{"n": 1}', true)`:  "its metadata is not an object of strings",
+		} {
+			_, err := conn.Exec(t.Context(), "insert into public.event_outbox "+values)
+			require.ErrorContains(t, err, "an event cannot be appended: "+reason, path)
+			require.ErrorContains(t, err, "23514")
+		}
+		_, err = conn.Exec(t.Context(), `insert into public.event_outbox (topic, uuid) values ('orders', repeat('u', 2001))`)
+		require.NoError(t, err)
+	}
+	require.Len(t, log(t, db), 3)
+}
+
 func TestEventUndoneBySavepointIsNotAppended(t *testing.T) {
 	t.Parallel()
 	db := logtest.New(t)

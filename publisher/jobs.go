@@ -321,7 +321,8 @@ func (a *arrays) Flush(trip *cursor.Trip, items []cursor.Item) error {
 	return nil
 }
 
-// insertArrays inserts any number of jobs by three parameters.
+// insertArrays inserts any number of jobs by three parameters, in the arrays' order: unnested in a target list they are
+// rows one after another, which nothing has to keep or sort.
 func insertArrays(table, column string) string {
 	payload, arrayType := "nullif(j.payload, '')::"+column, "text"
 	if column == "bytea" {
@@ -330,8 +331,7 @@ func insertArrays(table, column string) string {
 	return fmt.Sprintf(`
 insert into %s (uuid, payload, metadata, transaction_id)
 select j.uuid, %s, j.metadata::json, pg_current_xact_id()
-from unnest($1::text[], $2::%s[], $3::text[]) with ordinality as j(uuid, payload, metadata, n)
-order by j.n`, table, payload, arrayType)
+from (select unnest($1::text[]) as uuid, unnest($2::%s[]) as payload, unnest($3::text[]) as metadata) j`, table, payload, arrayType)
 }
 
 func insertOne(table, column string) string {

@@ -57,7 +57,7 @@ type ConsumerConfig struct {
 	RetryDelayCap time.Duration
 
 	// ParkAfter is after how many failed attempts an event is parked: the cursor passes it, and a copy waits in
-	// event_consumer_parked for its replay (cursor.Replay) or its end (cursor.Discard). An error marked by
+	// event_consumer_parked for its replay (operate.Replay) or its end (operate.Discard). An error marked by
 	// cursor.Permanent parks at once. An event that ends its process is parked after ParkAfter deaths, but at
 	// least three. Events behind a parked one, also those of the same key, are handled before its replay. Each
 	// round costs one small transaction more, on a second connection of the pool. Defaults to never: the

@@ -14,6 +14,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgserver"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/publisher"
 	"github.com/watermill-eventlog/watermill-eventlog/sequencer"
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
@@ -67,12 +68,12 @@ func TestDumpedAndRestoredDatabaseGoesOnWhereItStood(t *testing.T) {
 	waitPosition(t, restored, "push", 28)
 	require.Equal(t, append([]int64{1, 2}, upTo(28)[3:]...), effects(t, restored, "push"))
 	require.Equal(t, int64(27), jobCount(t, restored))
-	_, err = cursor.Replay(t.Context(), restored.Conn(t), nil, cursor.Key{Consumer: "push"}, 3, cursor.Order{By: "me"})
+	_, err = operate.Replay(t.Context(), restored.Conn(t), nil, cursor.Key{Consumer: "push"}, 3, operate.Order{By: "me"})
 	require.NoError(t, err)
 	require.Eventually(t, func() bool {
 		return pgtest.Value[int32](t, restored, "select coalesce(max(attempts) filter (where replay_at is null), 0) from event_consumer_parked") == 2
 	}, 20*time.Second, 5*time.Millisecond, "the parked event was tried again")
-	verdict, err := cursor.Verify(t.Context(), restored.Conn(t), nil, nil)
+	verdict, err := operate.Verify(t.Context(), restored.Conn(t), nil, nil)
 	require.NoError(t, err)
 	require.True(t, verdict.OK(), "%+v", verdict)
 }

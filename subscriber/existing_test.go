@@ -17,6 +17,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/middleware"
 	"github.com/watermill-eventlog/watermill-eventlog/migrations"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/publisher"
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
 )
@@ -136,10 +137,10 @@ func TestExistingTableIsTheLog(t *testing.T) {
 					require.ErrorAs(t, events.Publish("orders", message.NewMessage("no uuid", []byte("{}"))), &refused)
 				}
 
-				verdict, err := cursor.Verify(t.Context(), db.Conn(t), log, nil)
+				verdict, err := operate.Verify(t.Context(), db.Conn(t), log, nil)
 				require.NoError(t, err)
 				require.True(t, verdict.OK(), "%+v", verdict)
-				_, err = cursor.Redact(t.Context(), db.Conn(t), log, 6, cursor.Order{By: "me", Reason: "asked for"})
+				_, err = operate.Redact(t.Context(), db.Conn(t), log, 6, operate.Order{By: "me", Reason: "asked for"})
 				require.NoError(t, err)
 				require.NotContains(t, pgtest.Value[string](t, db, `select coalesce(convert_from(payload, 'UTF8'), '') from "Ours"""."Shop_log" where seq = 6`), "6")
 			})

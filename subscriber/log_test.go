@@ -15,6 +15,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/migrations"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/publisher"
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
 )
@@ -239,7 +240,7 @@ func TestCursorAheadStandsUntilItIsMoved(t *testing.T) {
 				s = start(t, db, map[string]handler{"push": work})
 				lines := s.logger.Wait(t, t.Context(), 1, "event consumer round failed")
 				require.Equal(t, "cursor_ahead", lines[0].Fields["error.type"])
-				require.ErrorContains(t, lines[0].Err, "cursor.Seek")
+				require.ErrorContains(t, lines[0].Err, "operate.Seek")
 			}
 			// It stands at each of its attempts.
 			require.Eventually(t, func() bool {
@@ -250,9 +251,9 @@ func TestCursorAheadStandsUntilItIsMoved(t *testing.T) {
 			require.Len(t, s.logger.Lines("", "error"), 1)
 
 			key := cursor.Key{Consumer: "push"}
-			_, err := cursor.Seek(t.Context(), s.pool, nil, key, cursor.FromSeq(54), cursor.Order{By: "me"})
+			_, err := operate.Seek(t.Context(), s.pool, nil, key, cursor.FromSeq(54), operate.Order{By: "me"})
 			require.ErrorContains(t, err, "whose head is 52")
-			_, err = cursor.Seek(t.Context(), s.pool, nil, key, cursor.FromSeq(31), cursor.Order{By: "me", Reason: "restored"})
+			_, err = operate.Seek(t.Context(), s.pool, nil, key, cursor.FromSeq(31), operate.Order{By: "me", Reason: "restored"})
 			require.NoError(t, err)
 			waitPosition(t, db, "push", 52)
 			require.Len(t, effects(t, db, "push"), 50+22)
@@ -322,7 +323,7 @@ func TestLossIsLoggedOnceAlsoWhenTheNextEventFails(t *testing.T) {
 	waitPosition(t, db, "push", 400)
 	require.NoError(t, s.router.Close())
 	db.Exec(t, "truncate effects")
-	_, err := cursor.Seek(t.Context(), s.pool, nil, cursor.Key{Consumer: "push"}, cursor.FromSeq(101), cursor.Order{By: "test"})
+	_, err := operate.Seek(t.Context(), s.pool, nil, cursor.Key{Consumer: "push"}, cursor.FromSeq(101), operate.Order{By: "test"})
 	require.NoError(t, err)
 	db.Exec(t, "delete from event_log where seq <= 300")
 

@@ -17,6 +17,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
 )
 
@@ -115,7 +116,7 @@ func TestParkedReplayedAndLostEventsAreCounted(t *testing.T) {
 	s := start(t, db, map[string]handler{"push": poison(10, &mended, errors.New("no"))}, parkAfter(2), metered)
 	waitPosition(t, db, "push", 20)
 	mended.Store(true)
-	_, err = cursor.Replay(t.Context(), db.Conn(t), nil, cursor.Key{Consumer: "push"}, 10, cursor.Order{By: "test"})
+	_, err = operate.Replay(t.Context(), db.Conn(t), nil, cursor.Key{Consumer: "push"}, 10, operate.Order{By: "test"})
 	require.NoError(t, err)
 	s.logger.Wait(t, t.Context(), 1, "event consumer replayed a parked event")
 	require.NoError(t, s.runner.Close())

@@ -13,10 +13,11 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
 )
 
-var me = cursor.Order{By: "me", Reason: "test"}
+var me = operate.Order{By: "me", Reason: "test"}
 
 // A drain's rounds follow each other without a pause; an operator gets between two of them all the same.
 func TestPauseGetsItsTurnInADrain(t *testing.T) {
@@ -28,11 +29,11 @@ func TestPauseGetsItsTurnInADrain(t *testing.T) {
 	for range 3 {
 		from := position(t, db, "push")
 		require.Eventually(t, func() bool { return position(t, db, "push") > from }, time.Minute, time.Millisecond)
-		change, err := cursor.Pause(t.Context(), s.pool, nil, key, me)
+		change, err := operate.Pause(t.Context(), s.pool, nil, key, me)
 		require.NoError(t, err)
 		require.Equal(t, change.From, position(t, db, "push"), "nothing moves any more")
 		require.Less(t, change.From, int64(20_000), "it was in the middle of the drain")
-		_, err = cursor.Resume(t.Context(), s.pool, nil, key, me)
+		_, err = operate.Resume(t.Context(), s.pool, nil, key, me)
 		require.NoError(t, err)
 	}
 	waitPosition(t, db, "push", 20_000)
@@ -46,21 +47,21 @@ func TestFailingEventIsSkippedByHand(t *testing.T) {
 	var mended atomic.Bool
 	s := start(t, db, map[string]handler{"push": poison(3, &mended, errors.New("no"))})
 	key := cursor.Key{Consumer: "push"}
-	delivery := func(seq int64) cursor.Delivery {
-		list, err := cursor.Deliveries(t.Context(), s.pool, nil, seq, key)
+	delivery := func(seq int64) operate.Delivery {
+		list, err := operate.Deliveries(t.Context(), s.pool, nil, seq, key)
 		require.NoError(t, err)
 		return list[0]
 	}
 	require.Eventually(t, func() bool { return delivery(3).Attempts > 1 && position(t, db, "push") == 2 }, time.Minute, 5*time.Millisecond)
-	require.Equal(t, cursor.Failing, delivery(3).State)
-	require.Equal(t, cursor.NotReached, delivery(4).State)
-	_, err := cursor.Skip(t.Context(), s.pool, nil, key, 3, cursor.Order{By: "me", Reason: "of no use"})
+	require.Equal(t, operate.Failing, delivery(3).State)
+	require.Equal(t, operate.NotReached, delivery(4).State)
+	_, err := operate.Skip(t.Context(), s.pool, nil, key, 3, operate.Order{By: "me", Reason: "of no use"})
 	require.NoError(t, err)
 	waitPosition(t, db, "push", 5)
 	require.Equal(t, without(upTo(5), 3), effects(t, db, "push"))
 	d := delivery(3)
-	require.Equal(t, []any{cursor.SkippedByHand, "me", "of no use"}, []any{d.State, d.By, d.Reason})
-	require.Equal(t, cursor.Handled, delivery(4).State)
+	require.Equal(t, []any{operate.SkippedByHand, "me", "of no use"}, []any{d.State, d.By, d.Reason})
+	require.Equal(t, operate.Handled, delivery(4).State)
 }
 
 func TestSeekBackWakesItsConsumer(t *testing.T) {
@@ -69,7 +70,7 @@ func TestSeekBackWakesItsConsumer(t *testing.T) {
 	logtest.Append(t, db, "orders", 5)
 	s := start(t, db, map[string]handler{"push": work}, poll(time.Hour))
 	waitPosition(t, db, "push", 5)
-	_, err := cursor.Seek(t.Context(), s.pool, nil, cursor.Key{Consumer: "push"}, cursor.FromSeq(4), me)
+	_, err := operate.Seek(t.Context(), s.pool, nil, cursor.Key{Consumer: "push"}, cursor.FromSeq(4), me)
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { return len(effects(t, db, "push")) == 7 }, time.Minute, 5*time.Millisecond)
 }
@@ -90,11 +91,11 @@ func TestDeliveryRecordOutlivesItsProcess(t *testing.T) {
 	require.Equal(t, int64(0), pgtest.Value[int64](t, db, `select count(*) from event_log l
 		where 1 <> (select count(*) from event_consumer_rounds r where l.seq between r.first_seq and r.last_seq and r.handled = r.last_seq - r.first_seq + 1)`))
 	for _, at := range killedAt {
-		before, err := cursor.Deliveries(t.Context(), conn, nil, max(1, at), key)
+		before, err := operate.Deliveries(t.Context(), conn, nil, max(1, at), key)
 		require.NoError(t, err)
-		then, err := cursor.Deliveries(t.Context(), conn, nil, at+1, key)
+		then, err := operate.Deliveries(t.Context(), conn, nil, at+1, key)
 		require.NoError(t, err)
-		require.Equal(t, []cursor.DeliveryState{cursor.Handled, cursor.Handled}, []cursor.DeliveryState{before[0].State, then[0].State})
+		require.Equal(t, []operate.DeliveryState{operate.Handled, operate.Handled}, []operate.DeliveryState{before[0].State, then[0].State})
 		require.True(t, strings.HasPrefix(then[0].Round, then[0].By+"/"), "the round %q is of the instance %q", then[0].Round, then[0].By)
 		require.NotEmpty(t, before[0].Round)
 	}
@@ -128,9 +129,9 @@ func TestDeliveryRecordIsThereIfAndOnlyIfTheRoundCommitted(t *testing.T) {
 				return position(t, db, "push") == 7
 			}, time.Minute, time.Millisecond)
 			require.True(t, same())
-			d, err := cursor.Deliveries(t.Context(), s.pool, nil, 7)
+			d, err := operate.Deliveries(t.Context(), s.pool, nil, 7)
 			require.NoError(t, err)
-			require.Equal(t, cursor.Handled, d[0].State)
+			require.Equal(t, operate.Handled, d[0].State)
 			require.NotEmpty(t, d[0].Round)
 		})
 	}
@@ -146,11 +147,11 @@ func TestRecordOfRoundsIsARing(t *testing.T) {
 	waitPosition(t, db, "audit", 100)
 	require.Equal(t, []int64{3, 3}, pgtest.Column[int64](t, db, "select count(*) from event_consumer_rounds group by consumer"), "bounded, each its own")
 	for _, seq := range []int64{1, 50, 100} {
-		deliveries, err := cursor.Deliveries(t.Context(), s.pool, nil, seq)
+		deliveries, err := operate.Deliveries(t.Context(), s.pool, nil, seq)
 		require.NoError(t, err)
 		require.Len(t, deliveries, 2)
 		for _, d := range deliveries {
-			require.Equal(t, cursor.Handled, d.State)
+			require.Equal(t, operate.Handled, d.State)
 			require.Equal(t, seq == 100, d.Round != "", "%s", d)
 		}
 	}
@@ -162,14 +163,14 @@ func TestConsumerSaysOnceThatItStandsStillForAnOperator(t *testing.T) {
 	key := cursor.Key{Consumer: "push"}
 	_, err := cursor.Ensure(t.Context(), db.Conn(t), nil, "test", []cursor.Registration{{Key: key, Start: fromBeginning}})
 	require.NoError(t, err)
-	_, err = cursor.Pause(t.Context(), db.Conn(t), nil, key, me)
+	_, err = operate.Pause(t.Context(), db.Conn(t), nil, key, me)
 	require.NoError(t, err)
 	s := start(t, db, map[string]handler{"push": work})
 	s.logger.Wait(t, t.Context(), 1, "event consumer stands still")
 	for range 5 {
 		logtest.Append(t, db, "orders", 1) // each wakes it
 	}
-	_, err = cursor.Resume(t.Context(), db.Conn(t), nil, key, me)
+	_, err = operate.Resume(t.Context(), db.Conn(t), nil, key, me)
 	require.NoError(t, err)
 	s.logger.Wait(t, t.Context(), 1, "event consumer goes on after its pause")
 	waitPosition(t, db, "push", 5)

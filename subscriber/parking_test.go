@@ -15,6 +15,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
 )
 
@@ -81,7 +82,7 @@ func TestEventIsParkedAfterItsAttempts(t *testing.T) {
 
 			// Its copy is whole, and outlives the log's.
 			key := cursor.Key{Consumer: "push"}
-			list, err := cursor.ListParked(t.Context(), s.pool, nil, key, 0, 10)
+			list, err := operate.Parked(t.Context(), s.pool, nil, key, 0, 10)
 			require.NoError(t, err)
 			require.Len(t, list, 1)
 			require.Equal(t, "4", string(list[0].Event.Payload))
@@ -95,7 +96,7 @@ func TestEventIsParkedAfterItsAttempts(t *testing.T) {
 			require.NoError(t, s.replay(key, 4, "to see"))
 			s.logger.Wait(t, t.Context(), 1, "event consumer failed to replay")
 			require.Eventually(t, func() bool {
-				list, err = cursor.ListParked(t.Context(), s.pool, nil, key, 0, 10)
+				list, err = operate.Parked(t.Context(), s.pool, nil, key, 0, 10)
 				return err == nil && len(list) == 1 && !list[0].Replaying
 			}, 20*time.Second, 5*time.Millisecond)
 			require.Equal(t, without(upTo(8), 4), effects(t, db, "push"))
@@ -115,7 +116,7 @@ func TestEventIsParkedAfterItsAttempts(t *testing.T) {
 
 // replay asks for a replay.
 func (s *service) replay(key cursor.Key, seq int64, reason string) error {
-	_, err := cursor.Replay(s.t.Context(), s.pool, nil, key, seq, cursor.Order{By: "me", Reason: reason})
+	_, err := operate.Replay(s.t.Context(), s.pool, nil, key, seq, operate.Order{By: "me", Reason: reason})
 	return err
 }
 
@@ -127,9 +128,9 @@ func TestParkedEventIsDiscarded(t *testing.T) {
 	s := start(t, db, map[string]handler{"push": poison(2, &mended, errors.New("no"))}, parkAfter(1))
 	waitPosition(t, db, "push", 3)
 	key := cursor.Key{Consumer: "push"}
-	_, err := cursor.Discard(t.Context(), s.pool, nil, key, 2, cursor.Order{By: "me", Reason: "of no use"})
+	_, err := operate.Discard(t.Context(), s.pool, nil, key, 2, operate.Order{By: "me", Reason: "of no use"})
 	require.NoError(t, err)
-	_, err = cursor.Discard(t.Context(), s.pool, nil, key, 2, cursor.Order{By: "me", Reason: "again"})
+	_, err = operate.Discard(t.Context(), s.pool, nil, key, 2, operate.Order{By: "me", Reason: "again"})
 	require.ErrorIs(t, err, cursor.ErrNotParked)
 	require.Empty(t, parked(t, db))
 	require.Equal(t, int64(1), pgtest.Value[int64](t, db, "select count(*) from event_consumer_interventions where action = 'discard' and reason = 'of no use'"))

@@ -16,6 +16,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/middleware"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/publisher"
 	"github.com/watermill-eventlog/watermill-eventlog/sequencer"
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
@@ -94,7 +95,7 @@ func TestRoleThatConsumesDoesAllThatAConsumerDoes(t *testing.T) {
 	t.Cleanup(func() { router.Close() })
 	waitPosition(t, db, "push", 10)
 	close(mended)
-	_, err = cursor.Replay(t.Context(), pool, nil, cursor.Key{Consumer: "push"}, 4, cursor.Order{By: "me"})
+	_, err = operate.Replay(t.Context(), pool, nil, cursor.Key{Consumer: "push"}, 4, operate.Order{By: "me"})
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { return jobCount(t, db) == 10 }, 30*time.Second, 5*time.Millisecond)
 
@@ -117,7 +118,7 @@ func TestRoleThatOperatesDoesWhatAnOperatorDoes(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	pool := asRole(t, db, "operate")
-	key, order := cursor.Key{Consumer: "push"}, cursor.Order{By: "me", Reason: "to see"}
+	key, order := cursor.Key{Consumer: "push"}, operate.Order{By: "me", Reason: "to see"}
 	_, err := cursor.Ensure(t.Context(), db.Conn(t), nil, "test", []cursor.Registration{{Key: key, Start: fromBeginning}})
 	require.NoError(t, err)
 	db.Exec(t, "insert into event_outbox (topic, payload) select 'orders', '1' from generate_series(1, 9)")
@@ -125,15 +126,18 @@ func TestRoleThatOperatesDoesWhatAnOperatorDoes(t *testing.T) {
 		select 'push', '', '', l.seq, l.occurred_at, l.recorded_at, l.topic, l.uuid, l.payload, l.metadata, 'x', 1, 'me' from event_log l where l.seq <= 2`)
 	db.Exec(t, "insert into event_consumer_losses (consumer, topic, shard, first_seq, last_seq, reason, recorded_by) values ('push', '', '', 1, 1, 'retention', 'me')")
 	for name, do := range map[string]func() error{
-		"seek":    func() error { _, err := cursor.Seek(t.Context(), pool, nil, key, cursor.FromSeq(5), order); return err },
-		"redact":  func() error { _, err := cursor.Redact(t.Context(), pool, nil, 1, order); return err },
-		"discard": func() error { _, err := cursor.Discard(t.Context(), pool, nil, key, 1, order); return err },
-		"replay":  func() error { _, err := cursor.Replay(t.Context(), pool, nil, key, 2, order); return err },
-		"settle":  func() error { _, err := cursor.SettleLosses(t.Context(), pool, nil, key, 0, order); return err },
-		"pause":   func() error { _, err := cursor.Pause(t.Context(), pool, nil, key, order); return err },
-		"verify":  func() error { _, err := cursor.Verify(t.Context(), pool, nil, nil); return err },
-		"survey":  func() error { _, err := cursor.SurveyOf(t.Context(), pool, nil); return err },
-		"asking":  func() error { _, err := cursor.Deliveries(t.Context(), pool, nil, 3); return err },
+		"seek": func() error {
+			_, err := operate.Seek(t.Context(), pool, nil, key, cursor.FromSeq(5), order)
+			return err
+		},
+		"redact":  func() error { _, err := operate.Redact(t.Context(), pool, nil, 1, order); return err },
+		"discard": func() error { _, err := operate.Discard(t.Context(), pool, nil, key, 1, order); return err },
+		"replay":  func() error { _, err := operate.Replay(t.Context(), pool, nil, key, 2, order); return err },
+		"settle":  func() error { _, err := operate.SettleLosses(t.Context(), pool, nil, key, 0, order); return err },
+		"pause":   func() error { _, err := operate.Pause(t.Context(), pool, nil, key, order); return err },
+		"verify":  func() error { _, err := operate.Verify(t.Context(), pool, nil, nil); return err },
+		"survey":  func() error { _, err := operate.Survey(t.Context(), pool, nil); return err },
+		"asking":  func() error { _, err := operate.Deliveries(t.Context(), pool, nil, 3); return err },
 	} {
 		require.NoError(t, do(), name)
 	}

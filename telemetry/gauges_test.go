@@ -14,6 +14,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/migrations"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/telemetry"
 )
 
@@ -140,7 +141,7 @@ func TestCursorAheadOfTheLogHasNoLag(t *testing.T) {
 	require.NoError(t, err)
 	requireAhead()
 
-	_, err = cursor.Seek(t.Context(), db.Conn(t), nil, key("ahead"), cursor.FromSeq(8), cursor.Order{By: "test"})
+	_, err = operate.Seek(t.Context(), db.Conn(t), nil, key("ahead"), cursor.FromSeq(8), operate.Order{By: "test"})
 	require.NoError(t, err)
 	p := m.collect(t)
 	require.Empty(t, p[problem])

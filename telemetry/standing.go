@@ -26,9 +26,7 @@ const (
 type consumers struct{ consumer, topic, shard []string }
 
 func newConsumers(keys []cursor.Key) (c consumers) {
-	for _, k := range keys {
-		c.consumer, c.topic, c.shard = append(c.consumer, k.Consumer), append(c.topic, k.Topic), append(c.shard, k.Shard)
-	}
+	c.consumer, c.topic, c.shard = cursor.Columns(keys)
 	return c
 }
 

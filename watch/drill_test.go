@@ -9,6 +9,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/subscriber"
 	"github.com/watermill-eventlog/watermill-eventlog/watch"
 )
@@ -49,7 +50,7 @@ func TestDrill(t *testing.T) {
 	require.Equal(t, poison, r.Problems[0].Seq)
 
 	// 4. Find it.
-	parked, err := cursor.ListParked(t.Context(), pool, nil, push, 0, 10)
+	parked, err := operate.Parked(t.Context(), pool, nil, push, 0, 10)
 	require.NoError(t, err)
 	require.Len(t, parked, 1)
 	require.Equal(t, poison, parked[0].Event.Seq)
@@ -59,7 +60,7 @@ func TestDrill(t *testing.T) {
 	// 5. Replay it without having mended anything: it stays parked, with one attempt more.
 	replay(t, db, push, poison)
 	require.Eventually(t, func() bool {
-		again, err := cursor.ListParked(t.Context(), pool, nil, push, 0, 10)
+		again, err := operate.Parked(t.Context(), pool, nil, push, 0, 10)
 		require.NoError(t, err)
 		return len(again) == 1 && !again[0].Replaying && again[0].Attempts > parked[0].Attempts
 	}, time.Minute, 20*time.Millisecond)

@@ -150,11 +150,7 @@ type row struct {
 var errNoCounter = errors.New("the counter has no row")
 
 func (w *Watch) read(ctx context.Context) (*found, error) {
-	n := len(w.config.Keys)
-	consumers, topics, shards := make([]string, n), make([]string, n), make([]string, n)
-	for i, k := range w.config.Keys {
-		consumers[i], topics[i], shards[i] = k.Consumer, k.Topic, k.Shard
-	}
+	consumers, topics, shards := cursor.Columns(w.config.Keys)
 	rows, err := w.db.Query(ctx, w.config.Log.Render(sqlLook), consumers, topics, shards, ahead, w.config.Log.Table("log"))
 	if err != nil {
 		return nil, err

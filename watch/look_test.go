@@ -18,6 +18,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/migrations"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/watch"
 )
 
@@ -63,24 +64,24 @@ func move(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
 		where consumer = $1 and topic = $2 and shard = $3`, key.Consumer, key.Topic, key.Shard, seq)
 }
 
-var me = cursor.Order{By: "me", Reason: "test"}
+var me = operate.Order{By: "me", Reason: "test"}
 
 // seek moves the cursor as an operator does.
 func seek(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
 	t.Helper()
-	_, err := cursor.Seek(t.Context(), db.Conn(t), nil, key, cursor.FromSeq(seq+1), me)
+	_, err := operate.Seek(t.Context(), db.Conn(t), nil, key, cursor.FromSeq(seq+1), me)
 	require.NoError(t, err)
 }
 
 func discard(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
 	t.Helper()
-	_, err := cursor.Discard(t.Context(), db.Conn(t), nil, key, seq, me)
+	_, err := operate.Discard(t.Context(), db.Conn(t), nil, key, seq, me)
 	require.NoError(t, err)
 }
 
 func replay(t *testing.T, db *pgtest.DB, key cursor.Key, seq int64) {
 	t.Helper()
-	_, err := cursor.Replay(t.Context(), db.Conn(t), nil, key, seq, me)
+	_, err := operate.Replay(t.Context(), db.Conn(t), nil, key, seq, me)
 	require.NoError(t, err)
 }
 

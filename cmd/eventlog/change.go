@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 type changeJSON struct {
@@ -27,7 +28,7 @@ type changeJSON struct {
 }
 
 // changes is the flags of a verb that changes something.
-type changes struct{ order cursor.Order }
+type changes struct{ order operate.Order }
 
 func (o *changes) add(c *cobra.Command) {
 	c.Flags().StringVar(&o.order.By, "by", "", "who makes the change (default: user@host)")
@@ -36,7 +37,7 @@ func (o *changes) add(c *cobra.Command) {
 }
 
 // change makes the function of a verb that makes one change.
-func (p *program) change(o *changes, f func(ctx context.Context, db *pgx.Conn, args []string) (cursor.Change, error)) func(*cobra.Command, []string) error {
+func (p *program) change(o *changes, f func(ctx context.Context, db *pgx.Conn, args []string) (operate.Change, error)) func(*cobra.Command, []string) error {
 	connected := p.do(func(ctx context.Context, db *pgx.Conn, args []string) error {
 		c, err := f(ctx, db, args)
 		if err != nil {
@@ -68,7 +69,7 @@ func (o *changes) complete() error {
 }
 
 // changeText says what was done.
-func changeText(c cursor.Change) string {
+func changeText(c operate.Change) string {
 	text := fmt.Sprintf("%s %s at %d", c.Cursor, c.Action, c.From)
 	switch c.Action {
 	case "seek":
@@ -124,36 +125,36 @@ It waits for the round that is under way, ten seconds at most.`,
 	}
 	o.add(c)
 	name.add(c)
-	c.RunE = p.change(&o, func(ctx context.Context, db *pgx.Conn, args []string) (cursor.Change, error) {
+	c.RunE = p.change(&o, func(ctx context.Context, db *pgx.Conn, args []string) (operate.Change, error) {
 		key, err := name.key(args[0])
 		if err != nil {
-			return cursor.Change{}, err
+			return operate.Change{}, err
 		}
 		start, err := startOf(args[1])
 		if err != nil {
-			return cursor.Change{}, err
+			return operate.Change{}, err
 		}
-		return cursor.Seek(ctx, db, p.log, key, start, o.order)
+		return operate.Seek(ctx, db, p.log, key, start, o.order)
 	})
 	return c
 }
 
 // ofEvent is a change of one consumer and one event.
-func (p *program) ofEvent(c *cobra.Command, f func(context.Context, cursor.Beginner, *cursor.Log, cursor.Key, int64, cursor.Order) (cursor.Change, error)) *cobra.Command {
+func (p *program) ofEvent(c *cobra.Command, f func(context.Context, cursor.Beginner, *cursor.Log, cursor.Key, int64, operate.Order) (operate.Change, error)) *cobra.Command {
 	var o changes
 	var name consumer
 	c.Args = cobra.ExactArgs(2)
 	c.ValidArgsFunction = p.completeConsumers()
 	o.add(c)
 	name.add(c)
-	c.RunE = p.change(&o, func(ctx context.Context, db *pgx.Conn, args []string) (cursor.Change, error) {
+	c.RunE = p.change(&o, func(ctx context.Context, db *pgx.Conn, args []string) (operate.Change, error) {
 		key, err := name.key(args[0])
 		if err != nil {
-			return cursor.Change{}, err
+			return operate.Change{}, err
 		}
 		seq, err := seqOf(args[1])
 		if err != nil {
-			return cursor.Change{}, err
+			return operate.Change{}, err
 		}
 		return f(ctx, db, p.log, key, seq, o.order)
 	})
@@ -167,20 +168,20 @@ func (p *program) skipCommand() *cobra.Command {
 		Long: `Skip passes one event, which is the next one of the consumer: the one that it fails at. Naming it makes sure
 that it is still the one you have looked at; another one is refused.`,
 		Example: `  eventlog skip push 4 --reason "its order was deleted"`,
-	}, cursor.Skip)
+	}, operate.Skip)
 }
 
 // ofConsumer is a change of one consumer.
-func (p *program) ofConsumer(c *cobra.Command, o *changes, f func(context.Context, cursor.Beginner, *cursor.Log, cursor.Key, cursor.Order) (cursor.Change, error)) *cobra.Command {
+func (p *program) ofConsumer(c *cobra.Command, o *changes, f func(context.Context, cursor.Beginner, *cursor.Log, cursor.Key, operate.Order) (operate.Change, error)) *cobra.Command {
 	var name consumer
 	c.Args = cobra.ExactArgs(1)
 	c.ValidArgsFunction = p.completeConsumers()
 	o.add(c)
 	name.add(c)
-	c.RunE = p.change(o, func(ctx context.Context, db *pgx.Conn, args []string) (cursor.Change, error) {
+	c.RunE = p.change(o, func(ctx context.Context, db *pgx.Conn, args []string) (operate.Change, error) {
 		key, err := name.key(args[0])
 		if err != nil {
-			return cursor.Change{}, err
+			return operate.Change{}, err
 		}
 		return f(ctx, db, p.log, key, o.order)
 	})
@@ -194,7 +195,7 @@ func (p *program) pauseCommand() *cobra.Command {
 		Long: `Pause lets a consumer begin no round, in any process, until it is resumed. It waits for the round that is
 under way, ten seconds at most. The events that it has to handle are kept.`,
 		Example: `  eventlog pause push --reason "the mail server is being moved"`,
-	}, &changes{}, cursor.Pause)
+	}, &changes{}, operate.Pause)
 }
 
 func (p *program) resumeCommand() *cobra.Command {
@@ -204,7 +205,7 @@ func (p *program) resumeCommand() *cobra.Command {
 		Long:  `Resume lets a paused or retired consumer go on where it stands, and wakes it.`,
 		Example: `  eventlog resume old --reason "the mail server is back"
   eventlog resume old --dry-run --json`,
-	}, &changes{}, cursor.Resume)
+	}, &changes{}, operate.Resume)
 }
 
 func (p *program) retireCommand() *cobra.Command {
@@ -216,7 +217,7 @@ func (p *program) retireCommand() *cobra.Command {
 it stood is not forgotten. One that has moved within the last minute is in use, and refused without --force.
 Resume takes it back.`,
 		Example: `  eventlog retire old --reason "replaced by mail"`,
-	}, &o, cursor.Retire)
+	}, &o, operate.Retire)
 	c.Flags().BoolVar(&o.order.Force, "force", false, "also one that has moved within the last minute")
 	return c
 }
@@ -226,19 +227,19 @@ func (p *program) redactCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "redact SEQ",
 		Short: "Replace the payload of an event by a tombstone",
-		Long: `Redact replaces the payload of an event by ` + cursor.Tombstone + ` and its metadata by {"redacted": "true"}, in
+		Long: `Redact replaces the payload of an event by ` + operate.Tombstone + ` and its metadata by {"redacted": "true"}, in
 the log and in what consumers have parked of it. Its number, times, topic, uuid and key stay. It does not
 reach what was made of it before: effects, jobs, backups, and the old row until it is vacuumed.`,
 		Example: `  eventlog redact 5 --reason "request of the customer"`,
 		Args:    cobra.ExactArgs(1),
 	}
 	o.add(c)
-	c.RunE = p.change(&o, func(ctx context.Context, db *pgx.Conn, args []string) (cursor.Change, error) {
+	c.RunE = p.change(&o, func(ctx context.Context, db *pgx.Conn, args []string) (operate.Change, error) {
 		seq, err := seqOf(args[0])
 		if err != nil {
-			return cursor.Change{}, err
+			return operate.Change{}, err
 		}
-		return cursor.Redact(ctx, db, p.log, seq, o.order)
+		return operate.Redact(ctx, db, p.log, seq, o.order)
 	})
 	return c
 }

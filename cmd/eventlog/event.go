@@ -10,7 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 type eventJSON struct {
@@ -25,7 +25,7 @@ type eventJSON struct {
 	Payload    *string           `json:"payload,omitempty"` // where it was asked for; bytes that are not UTF-8 are replaced
 }
 
-func newEventJSON(e cursor.Entry, payload bool) eventJSON {
+func newEventJSON(e operate.Entry, payload bool) eventJSON {
 	j := eventJSON{e.Seq, e.OccurredAt.UTC(), e.RecordedAt.UTC(), e.Topic, e.Key, e.UUID, e.Size, e.Metadata, nil}
 	if payload {
 		text := string(e.Payload)
@@ -42,17 +42,17 @@ type recordJSON struct {
 
 type deliveryJSON struct {
 	keyJSON
-	State     cursor.DeliveryState `json:"state"`
-	Text      string               `json:"text"`
-	At        *time.Time           `json:"at"`
-	By        string               `json:"by"`
-	Round     string               `json:"round"`
-	Attempts  int                  `json:"attempts"`
-	ErrorType string               `json:"error_type"`
-	Reason    string               `json:"reason"`
-	Replay    bool                 `json:"replay_asked"`
-	Position  int64                `json:"position"`
-	Before    *handlingJSON        `json:"handled_before"`
+	State     operate.DeliveryState `json:"state"`
+	Text      string                `json:"text"`
+	At        *time.Time            `json:"at"`
+	By        string                `json:"by"`
+	Round     string                `json:"round"`
+	Attempts  int                   `json:"attempts"`
+	ErrorType string                `json:"error_type"`
+	Reason    string                `json:"reason"`
+	Replay    bool                  `json:"replay_asked"`
+	Position  int64                 `json:"position"`
+	Before    *handlingJSON         `json:"handled_before"`
 }
 
 type handlingJSON struct {
@@ -61,7 +61,7 @@ type handlingJSON struct {
 	At    time.Time `json:"at"`
 }
 
-func newDeliveryJSON(d cursor.Delivery) deliveryJSON {
+func newDeliveryJSON(d operate.Delivery) deliveryJSON {
 	j := deliveryJSON{newKeyJSON(d.Cursor), d.State, d.String(), utc(d.At), d.By, d.Round, d.Attempts, d.ErrorType, d.Reason, d.Replay, d.Position, nil}
 	if b := d.Before; b != nil {
 		j.Before = &handlingJSON{b.Instance, b.Round, b.CommittedAt.UTC()}
@@ -103,11 +103,11 @@ its start, or not reached yet. What it calls handled was committed, with all eff
 		if err != nil {
 			return err
 		}
-		deliveries, err := cursor.Deliveries(ctx, db, p.log, seq, keys...)
+		deliveries, err := operate.Deliveries(ctx, db, p.log, seq, keys...)
 		if err != nil {
 			return err
 		}
-		entries, _, err := cursor.ListEvents(ctx, db, p.log, seq-1, "", 1, payload)
+		entries, _, err := operate.Events(ctx, db, p.log, seq-1, "", 1, payload)
 		if err != nil {
 			return err
 		}

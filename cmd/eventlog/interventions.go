@@ -10,7 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 type interventionJSON struct {
@@ -43,7 +43,7 @@ log itself: who, when and why; and the creation of each consumer.`,
 		if err != nil {
 			return err
 		}
-		interventions, err := cursor.ListInterventions(ctx, db, p.log, limit, keys...)
+		interventions, err := operate.Interventions(ctx, db, p.log, limit, keys...)
 		if err == nil && len(interventions) == 0 {
 			err = p.mustExist(ctx, db, keys)
 		}

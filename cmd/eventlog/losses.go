@@ -10,7 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 type lossJSON struct {
@@ -49,7 +49,7 @@ func (p *program) lossesListCommand() *cobra.Command {
 		if err != nil {
 			return err
 		}
-		losses, err := cursor.ListLosses(ctx, db, p.log, all, limit, keys...)
+		losses, err := operate.Losses(ctx, db, p.log, all, limit, keys...)
 		if err == nil && len(losses) == 0 {
 			err = p.mustExist(ctx, db, keys)
 		}
@@ -94,12 +94,12 @@ func (p *program) lossesSettleCommand() *cobra.Command {
 	c.Flags().Int64Var(&first, "first", 0, "only the loss whose first event has this number")
 	o.add(c)
 	name.add(c)
-	c.RunE = p.change(&o, func(ctx context.Context, db *pgx.Conn, args []string) (cursor.Change, error) {
+	c.RunE = p.change(&o, func(ctx context.Context, db *pgx.Conn, args []string) (operate.Change, error) {
 		key, err := name.key(args[0])
 		if err != nil {
-			return cursor.Change{}, err
+			return operate.Change{}, err
 		}
-		return cursor.SettleLosses(ctx, db, p.log, key, first, o.order)
+		return operate.SettleLosses(ctx, db, p.log, key, first, o.order)
 	})
 	return c
 }

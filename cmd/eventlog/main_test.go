@@ -19,6 +19,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/migrations"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/watch"
 )
 
@@ -437,7 +438,7 @@ func TestVerifyEndsWithOneWhenTheLogIsNotWhole(t *testing.T) {
 	require.Equal(t, exitFailed, code)
 	var v verdictJSON
 	require.NoError(t, json.Unmarshal([]byte(out), &v))
-	require.Equal(t, []any{false, cursor.FaultHole}, []any{v.OK, v.Faults[0].Kind})
+	require.Equal(t, []any{false, operate.FaultHole}, []any{v.OK, v.Faults[0].Kind})
 }
 
 func TestProgressIsForTerminals(t *testing.T) {

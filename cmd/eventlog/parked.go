@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 type parkedJSON struct {
@@ -32,13 +33,13 @@ func (p *program) parkedCommand() *cobra.Command {
 			Long: `Replay asks for another attempt at a parked event. The consumer's own process makes it between two rounds;
 one that fails leaves the event parked.`,
 			Example: `  eventlog parked replay mail@orders 5 --reason "the template is mended"`,
-		}, cursor.Replay),
+		}, operate.Replay),
 		p.ofEvent(&cobra.Command{
 			Use:     "discard CONSUMER SEQ",
 			Short:   "Give a parked event up",
 			Long:    `Discard gives a parked event up: its copy is deleted, and who did it and why is kept.`,
 			Example: `  eventlog parked discard mail@orders 5 --reason "of no use"`,
-		}, cursor.Discard),
+		}, operate.Discard),
 	)
 }
 
@@ -64,7 +65,7 @@ func (p *program) parkedListCommand() *cobra.Command {
 		if err != nil {
 			return err
 		}
-		survey, err := cursor.SurveyOf(ctx, db, p.log, keys...)
+		survey, err := operate.Survey(ctx, db, p.log, keys...)
 		switch {
 		case err != nil:
 			return err
@@ -76,12 +77,12 @@ func (p *program) parkedListCommand() *cobra.Command {
 			if survey.Cursors[i].Parked == 0 {
 				continue
 			}
-			parked, err := cursor.ListParked(ctx, db, p.log, survey.Cursors[i].Cursor, after, limit)
+			parked, err := operate.Parked(ctx, db, p.log, survey.Cursors[i].Cursor, after, limit)
 			if err != nil {
 				return err
 			}
 			for _, e := range parked {
-				list = append(list, parkedJSON{newKeyJSON(e.Cursor), newEventJSON(cursor.Entry{Event: e.Event, Size: int64(len(e.Event.Payload))}, payload),
+				list = append(list, parkedJSON{newKeyJSON(e.Cursor), newEventJSON(operate.Entry{Event: e.Event, Size: int64(len(e.Event.Payload))}, payload),
 					e.ErrorType, e.Attempts, e.ParkedAt.UTC(), e.ParkedBy, e.Replaying})
 			}
 		}

@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/watch"
 )
 
@@ -213,7 +214,7 @@ func (p *program) explain(ctx context.Context, db *pgx.Conn, err error) error {
 	case errors.Is(err, cursor.ErrNotMigrated):
 		return fmt.Errorf("%s is not in this database: run eventlog migrate up, or name another with --schema, --log or --database", p.log)
 	case errors.Is(err, cursor.ErrCursorMissing):
-		survey, surveyErr := cursor.SurveyOf(ctx, db, p.log)
+		survey, surveyErr := operate.Survey(ctx, db, p.log)
 		if surveyErr != nil {
 			return err
 		}
@@ -270,7 +271,7 @@ func (p *program) mustExist(ctx context.Context, db *pgx.Conn, keys []cursor.Key
 	if len(keys) == 0 {
 		return nil
 	}
-	survey, err := cursor.SurveyOf(ctx, db, p.log, keys...)
+	survey, err := operate.Survey(ctx, db, p.log, keys...)
 	if err == nil && len(survey.Cursors) < len(keys) {
 		err = cursor.ErrCursorMissing
 	}
@@ -294,7 +295,7 @@ func (p *program) completeConsumers(second ...string) cobra.CompletionFunc {
 		defer cancel()
 		var names []string
 		err := p.connected(ctx, func(db *pgx.Conn) error {
-			survey, err := cursor.SurveyOf(ctx, db, p.log)
+			survey, err := operate.Survey(ctx, db, p.log)
 			for i := range survey.Cursors {
 				names = append(names, survey.Cursors[i].Cursor.String())
 			}

@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 type statusJSON struct {
@@ -51,7 +52,7 @@ type failureJSON struct {
 	FailedBy  string    `json:"failed_by"`
 }
 
-func newStatusJSON(log *cursor.Log, survey cursor.Survey) statusJSON {
+func newStatusJSON(log *cursor.Log, survey operate.Standings) statusJSON {
 	s := statusJSON{Log: log.String(), At: survey.At.UTC(), Head: survey.Head, Consumers: []consumerJSON{}}
 	for i := range survey.Cursors {
 		c := &survey.Cursors[i]
@@ -72,34 +73,34 @@ func newStatusJSON(log *cursor.Log, survey cursor.Survey) statusJSON {
 // column is one of the table's.
 type column struct {
 	head string
-	cell func(s *cursor.Survey, c *cursor.Standing) string
+	cell func(s *operate.Standings, c *operate.Standing) string
 }
 
 // statusColumns are those of status, in order.
 func statusColumns() []column {
 	return []column{
-		{"CONSUMER", func(_ *cursor.Survey, c *cursor.Standing) string { return c.Cursor.String() }},
-		{"POSITION", func(_ *cursor.Survey, c *cursor.Standing) string { return strconv.FormatInt(c.Position, 10) }},
-		{"LAG", func(_ *cursor.Survey, c *cursor.Standing) string {
+		{"CONSUMER", func(_ *operate.Standings, c *operate.Standing) string { return c.Cursor.String() }},
+		{"POSITION", func(_ *operate.Standings, c *operate.Standing) string { return strconv.FormatInt(c.Position, 10) }},
+		{"LAG", func(_ *operate.Standings, c *operate.Standing) string {
 			if c.Ahead {
 				return "ahead"
 			}
 			return strconv.FormatInt(c.Lag, 10)
 		}},
-		{"PENDING", func(_ *cursor.Survey, c *cursor.Standing) string {
+		{"PENDING", func(_ *operate.Standings, c *operate.Standing) string {
 			if c.Ahead || c.Lag == 0 {
 				return "-"
 			}
 			return age(c.PendingAge)
 		}},
-		{"MOVED", func(s *cursor.Survey, c *cursor.Standing) string {
+		{"MOVED", func(s *operate.Standings, c *operate.Standing) string {
 			if c.MovedAt == nil {
 				return "never"
 			}
 			return age(s.At.Sub(*c.MovedAt)) + " ago"
 		}},
-		{"BY", func(_ *cursor.Survey, c *cursor.Standing) string { return orDash(c.MovedBy) }},
-		{"FAILING", func(s *cursor.Survey, c *cursor.Standing) string {
+		{"BY", func(_ *operate.Standings, c *operate.Standing) string { return orDash(c.MovedBy) }},
+		{"FAILING", func(s *operate.Standings, c *operate.Standing) string {
 			f := c.Failure
 			if f == nil {
 				return "-"
@@ -110,9 +111,9 @@ func statusColumns() []column {
 			}
 			return fmt.Sprintf("%s for %s: %s, attempts %d", at, age(s.At.Sub(f.Since)), f.ErrorType, f.Attempts)
 		}},
-		{"PARKED", func(_ *cursor.Survey, c *cursor.Standing) string { return countOrDash(c.Parked) }},
-		{"LOST", func(_ *cursor.Survey, c *cursor.Standing) string { return countOrDash(c.LostEvents) }},
-		{"HELD", func(_ *cursor.Survey, c *cursor.Standing) string {
+		{"PARKED", func(_ *operate.Standings, c *operate.Standing) string { return countOrDash(c.Parked) }},
+		{"LOST", func(_ *operate.Standings, c *operate.Standing) string { return countOrDash(c.LostEvents) }},
+		{"HELD", func(_ *operate.Standings, c *operate.Standing) string {
 			switch {
 			case c.RetiredAt != nil:
 				return "retired"
@@ -138,7 +139,7 @@ func countOrDash(n int64) string {
 	return strconv.FormatInt(n, 10)
 }
 
-func writeStatus(w io.Writer, log *cursor.Log, survey cursor.Survey) {
+func writeStatus(w io.Writer, log *cursor.Log, survey operate.Standings) {
 	fmt.Fprintf(w, "log %s, head %d, at %s\n\n", log, survey.Head, survey.At.UTC().Format(time.RFC3339))
 	if len(survey.Cursors) == 0 {
 		fmt.Fprintln(w, "no consumers yet: the row of one is made when its process starts")
@@ -178,12 +179,12 @@ With --watch it is shown again and again, in place where that is a terminal.`,
 	c.Flags().BoolVarP(&watch, "watch", "w", false, "show it again and again, until it is interrupted")
 	c.Flags().DurationVar(&interval, "interval", 2*time.Second, "how often, with --watch")
 	name.add(c)
-	look := func(ctx context.Context, db *pgx.Conn, args []string) (cursor.Survey, error) {
+	look := func(ctx context.Context, db *pgx.Conn, args []string) (operate.Standings, error) {
 		keys, err := name.keys(args)
 		if err != nil {
-			return cursor.Survey{}, err
+			return operate.Standings{}, err
 		}
-		survey, err := cursor.SurveyOf(ctx, db, p.log, keys...)
+		survey, err := operate.Survey(ctx, db, p.log, keys...)
 		if err == nil && len(survey.Cursors) < len(keys) {
 			err = cursor.ErrCursorMissing
 		}
@@ -204,7 +205,7 @@ With --watch it is shown again and again, in place where that is a terminal.`,
 			return usage("--interval must be positive")
 		}
 		return p.watch(c.Context(), interval, func(ctx context.Context, w io.Writer) error {
-			var survey cursor.Survey
+			var survey operate.Standings
 			err := p.connected(ctx, func(db *pgx.Conn) (err error) { survey, err = look(ctx, db, args); return err })
 			switch {
 			case err != nil:

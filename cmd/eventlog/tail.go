@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 const (
@@ -67,10 +68,11 @@ a JSON object.`,
 		if err != nil {
 			return err
 		}
-		position, err := cursor.PositionOf(ctx, db, p.log, start)
+		place, err := cursor.Locate(ctx, db, p.log, start)
 		if err != nil {
 			return err
 		}
+		position := place.Position
 		for shown := int64(0); ; {
 			batch := int64(tailBatch)
 			if payload {
@@ -79,7 +81,7 @@ a JSON object.`,
 			if limit > 0 {
 				batch = min(batch, limit-shown)
 			}
-			entries, through, err := cursor.ListEvents(ctx, db, p.log, position, topic, int(batch), payload)
+			entries, through, err := operate.Events(ctx, db, p.log, position, topic, int(batch), payload)
 			if err != nil {
 				return quietly(ctx, err)
 			}
@@ -115,7 +117,7 @@ func quietly(ctx context.Context, err error) error {
 	return err
 }
 
-func (p *program) tailLine(e cursor.Entry, payload bool) error {
+func (p *program) tailLine(e operate.Entry, payload bool) error {
 	if p.json {
 		return line(p.out, newEventJSON(e, payload))
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/schollz/progressbar/v3"
 	"github.com/spf13/cobra"
 
-	"github.com/watermill-eventlog/watermill-eventlog/cursor"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 type verdictJSON struct {
@@ -29,10 +29,10 @@ type verdictJSON struct {
 
 type faultJSON struct {
 	keyJSON
-	Kind  cursor.FaultKind `json:"kind"`
-	First int64            `json:"first"`
-	Last  int64            `json:"last"`
-	Text  string           `json:"text"`
+	Kind  operate.FaultKind `json:"kind"`
+	First int64             `json:"first"`
+	Last  int64             `json:"last"`
+	Text  string            `json:"text"`
 }
 
 func (p *program) verifyCommand() *cobra.Command {
@@ -49,7 +49,7 @@ says which numbers are meant, and ends with 1.`,
 	}
 	c.RunE = p.atLeisure(func(ctx context.Context, db *pgx.Conn, _ []string) error {
 		progress, done := p.progress("verify")
-		v, err := cursor.Verify(ctx, db, p.log, progress)
+		v, err := operate.Verify(ctx, db, p.log, progress)
 		done()
 		if err != nil {
 			return err

@@ -27,6 +27,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
 	"github.com/watermill-eventlog/watermill-eventlog/migrations"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/sequencer"
 )
 
@@ -460,7 +461,7 @@ func TestServiceMovesFromWatermillSQLAndBackUnderWriters(t *testing.T) {
 				require.Equal(t, want, pgtest.Value[int](t, m.db, `select count(*) from watermill_invoices`))
 			}
 			require.Empty(t, logger.Lines("", "error"))
-			verdict, err := cursor.Verify(t.Context(), m.db.Conn(t), nil, nil)
+			verdict, err := operate.Verify(t.Context(), m.db.Conn(t), nil, nil)
 			require.NoError(t, err)
 			require.True(t, verdict.OK(), "%+v", verdict)
 		})

@@ -12,6 +12,7 @@ import (
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgserver"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 	"github.com/watermill-eventlog/watermill-eventlog/retention"
 )
 
@@ -211,7 +212,7 @@ order by random() limit 1`
 		var seq int64
 		err := r.pool.QueryRow(ctx, curable, parkAfter).Scan(&seq)
 		if err == nil {
-			_, err = cursor.Replay(ctx, r.pool, nil, cursor.Key{Consumer: parking}, seq, cursor.Order{By: "torture"})
+			_, err = operate.Replay(ctx, r.pool, nil, cursor.Key{Consumer: parking}, seq, operate.Order{By: "torture"})
 		}
 		if err == nil {
 			r.report.count(&r.report.Replays)

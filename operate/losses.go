@@ -1,4 +1,4 @@
-package cursor
+package operate
 
 import (
 	"context"
@@ -7,11 +7,13 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
 
-// RecordedLoss is a range of events that a consumer was moved past by the library itself, unhandled.
-type RecordedLoss struct {
-	Cursor     Key
+// Loss is a range of events that a consumer was moved past by the library itself, unhandled.
+type Loss struct {
+	Cursor     cursor.Key
 	First      int64
 	Last       int64
 	Reason     string // "retention" or "resume_age"
@@ -21,7 +23,7 @@ type RecordedLoss struct {
 	SettledBy  string
 }
 
-const sqlListLosses = `
+const sqlLosses = `
 select l.consumer, l.topic, l.shard, l.first_seq, l.last_seq, l.reason, l.recorded_at, l.recorded_by, l.settled_at,
     coalesce(l.settled_by, '')
 from public.event_consumer_losses l
@@ -31,29 +33,20 @@ where (l.settled_at is null or $1) and (cardinality($2::text[]) = 0 or exists (
 order by l.consumer, l.topic, l.shard, l.first_seq
 limit $5`
 
-// ListLosses returns the losses of the given cursors, or of all, that no operator has settled, or also those that one
+// Losses returns the losses of the given cursors, or of all, that no operator has settled, or also those that one
 // has; at most limit of them.
-func ListLosses(ctx context.Context, db Querier, log *Log, settled bool, limit int, keys ...Key) ([]RecordedLoss, error) {
-	consumers, topics, shards := columns(keys)
-	rows, _ := db.Query(ctx, log.Render(sqlListLosses), settled, consumers, topics, shards, limit)
-	losses, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (l RecordedLoss, err error) {
+func Losses(ctx context.Context, db cursor.Querier, log *cursor.Log, settled bool, limit int, keys ...cursor.Key) ([]Loss, error) {
+	consumers, topics, shards := cursor.Columns(keys)
+	rows, _ := db.Query(ctx, log.Render(sqlLosses), settled, consumers, topics, shards, limit)
+	losses, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (l Loss, err error) {
 		err = row.Scan(&l.Cursor.Consumer, &l.Cursor.Topic, &l.Cursor.Shard, &l.First, &l.Last, &l.Reason, &l.RecordedAt,
 			&l.RecordedBy, &l.SettledAt, &l.SettledBy)
 		return l, err
 	})
 	if err != nil {
-		return nil, fmt.Errorf("list losses: %w", explainMissingTables(log, err))
+		return nil, fmt.Errorf("list losses: %w", log.Explain(err))
 	}
 	return losses, nil
-}
-
-// columns are the parts of keys as parameters of a statement.
-func columns(keys []Key) (consumers, topics, shards []string) {
-	consumers, topics, shards = make([]string, len(keys)), make([]string, len(keys)), make([]string, len(keys))
-	for i, k := range keys {
-		consumers[i], topics[i], shards[i] = k.Consumer, k.Topic, k.Shard
-	}
-	return consumers, topics, shards
 }
 
 const sqlSettleLosses = `
@@ -70,7 +63,7 @@ select n.at, n.from_seq, n.to_seq, (select sum(s.last_seq - s.first_seq + 1)::bi
 
 // SettleLosses says that what a consumer has lost was seen to: the loss whose first event is first, or, with 0, all of
 // the cursor's. The rows stay. [ErrRefused] is returned where there is none.
-func SettleLosses(ctx context.Context, db Beginner, log *Log, key Key, first int64, order Order) (Change, error) {
+func SettleLosses(ctx context.Context, db cursor.Beginner, log *cursor.Log, key cursor.Key, first int64, order Order) (Change, error) {
 	change := Change{Cursor: key, Action: "settle", By: order.By, Reason: order.Reason, DryRun: order.DryRun}
 	err := errors.Join(key.Validate(), order.validate())
 	if err == nil {
@@ -87,7 +80,7 @@ func SettleLosses(ctx context.Context, db Beginner, log *Log, key Key, first int
 		})
 	}
 	if err != nil {
-		return Change{}, fmt.Errorf("settle losses of cursor %q: %w", key, explainMissingTables(log, err))
+		return Change{}, fmt.Errorf("settle losses of cursor %q: %w", key, log.Explain(err))
 	}
 	return change, nil
 }

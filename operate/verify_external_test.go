@@ -1,6 +1,6 @@
 //go:build external
 
-package cursor_test
+package operate_test
 
 import (
 	"runtime"
@@ -8,8 +8,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 // Five million events, in memory that does not depend on them.
@@ -19,7 +19,7 @@ func TestFiveMillionEventsAreVerified(t *testing.T) {
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
 	steps := 0
-	v, err := cursor.Verify(t.Context(), db.Conn(t), nil, func(int64, int64) { steps++ })
+	v, err := operate.Verify(t.Context(), db.Conn(t), nil, func(int64, int64) { steps++ })
 	require.NoError(t, err)
 	runtime.ReadMemStats(&after)
 	require.True(t, v.OK())
@@ -28,7 +28,7 @@ func TestFiveMillionEventsAreVerified(t *testing.T) {
 	require.Less(t, after.TotalAlloc-before.TotalAlloc, uint64(32<<20), "bytes allocated, all in all")
 
 	db.Exec(t, "delete from event_log where seq = 4999999")
-	v, err = cursor.Verify(t.Context(), db.Conn(t), nil, nil)
+	v, err = operate.Verify(t.Context(), db.Conn(t), nil, nil)
 	require.NoError(t, err)
 	require.Equal(t, []string{"hole  4999999-4999999"}, faults(v))
 }

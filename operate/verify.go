@@ -1,4 +1,4 @@
-package cursor
+package operate
 
 import (
 	"context"
@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
 
 // verifyRange is how many numbers one statement of Verify counts.
@@ -33,8 +35,8 @@ const (
 // Fault is one thing that is wrong.
 type Fault struct {
 	Kind   FaultKind
-	Cursor Key   // the zero Key where it is the log itself
-	First  int64 // the numbers that are meant
+	Cursor cursor.Key // the zero Key where it is the log itself
+	First  int64      // the numbers that are meant
 	Last   int64
 	Text   string
 }
@@ -135,13 +137,13 @@ group by l.seq having count(*) > 1 order by l.seq limit $3`
 // It reads numbers and no payloads, in ranges of 100,000, each in a statement of its own, so that it holds nothing back
 // however large the log is, and may run while events are appended, handled and removed by retention. progress, which may
 // be nil, is called with how many numbers are done, out of how many.
-func Verify(ctx context.Context, db Querier, log *Log, progress func(done, total int64)) (Verdict, error) {
+func Verify(ctx context.Context, db cursor.Querier, log *cursor.Log, progress func(done, total int64)) (Verdict, error) {
 	if progress == nil {
 		progress = func(int64, int64) {}
 	}
 	v := Verdict{}
 	fail := func(err error) (Verdict, error) {
-		return Verdict{}, fmt.Errorf("verify %s: %w", log, explainMissingTables(log, err))
+		return Verdict{}, fmt.Errorf("verify %s: %w", log, log.Explain(err))
 	}
 	var unique, existing bool // over an existing table the log is a view: its numbers are looked at one by one
 	rows, _ := db.Query(ctx, log.Render(sqlVerifyBounds), log.Table("log"))
@@ -163,7 +165,7 @@ func Verify(ctx context.Context, db Querier, log *Log, progress func(done, total
 		v.fault(Fault{Kind: FaultCounterAhead, First: v.Last + 1, Last: v.Head,
 			Text: fmt.Sprintf("the counter is at %d, the highest event has %d: the tail of the log is missing", v.Head, v.Last)})
 	}
-	for _, check := range []func(context.Context, Querier, *Log, *Verdict) error{verifyCursors, verifyLosses} {
+	for _, check := range []func(context.Context, cursor.Querier, *cursor.Log, *Verdict) error{verifyCursors, verifyLosses} {
 		if err := check(ctx, db, log, &v); err != nil {
 			return fail(err)
 		}
@@ -182,7 +184,7 @@ func Verify(ctx context.Context, db Querier, log *Log, progress func(done, total
 	return v, nil
 }
 
-func verifyNumbers(ctx context.Context, db Querier, log *Log, v *Verdict, first, last int64, unique bool) error {
+func verifyNumbers(ctx context.Context, db cursor.Querier, log *cursor.Log, v *Verdict, first, last int64, unique bool) error {
 	var events, lowest, highest int64
 	rows, _ := db.Query(ctx, log.Render(sqlVerifyRange), first, last)
 	if _, err := pgx.ForEachRow(rows, []any{&events, &lowest, &highest}, func() error { return nil }); err != nil {
@@ -214,9 +216,9 @@ func verifyNumbers(ctx context.Context, db Querier, log *Log, v *Verdict, first,
 	return err
 }
 
-func verifyCursors(ctx context.Context, db Querier, log *Log, v *Verdict) error {
+func verifyCursors(ctx context.Context, db cursor.Querier, log *cursor.Log, v *Verdict) error {
 	rows, _ := db.Query(ctx, log.Render(sqlVerifyCursors))
-	var key Key
+	var key cursor.Key
 	var position, head, lowest, occurred int64
 	var retired, rewritten bool
 	_, err := pgx.ForEachRow(rows, []any{&key.Consumer, &key.Topic, &key.Shard, &position, &head, &lowest, &retired, &occurred, &rewritten}, func() error {
@@ -242,9 +244,9 @@ func verifyCursors(ctx context.Context, db Querier, log *Log, v *Verdict) error 
 	return err
 }
 
-func verifyLosses(ctx context.Context, db Querier, log *Log, v *Verdict) error {
+func verifyLosses(ctx context.Context, db cursor.Querier, log *cursor.Log, v *Verdict) error {
 	rows, _ := db.Query(ctx, log.Render(sqlVerifyLosses))
-	var key Key
+	var key cursor.Key
 	var first, last int64
 	var what string
 	_, err := pgx.ForEachRow(rows, []any{&key.Consumer, &key.Topic, &key.Shard, &first, &last, &what}, func() error {

@@ -1,4 +1,4 @@
-package cursor
+package operate
 
 import (
 	"context"
@@ -6,6 +6,8 @@ import (
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
 
 // Tombstone is the payload of an event that was redacted: a JSON object, so that it fits wherever JSON is expected.
@@ -39,7 +41,7 @@ select n.at, (select count(*) from redacted) + (select count(*) from copies) fro
 // It does not reach what was made of the event before: the effects and jobs of its handlers, a round that has read it
 // already, backups, the server's log of changes, and the old version of the row until it is vacuumed. An event of which
 // nothing is there any more is [ErrRefused].
-func Redact(ctx context.Context, db Beginner, log *Log, seq int64, order Order) (Change, error) {
+func Redact(ctx context.Context, db cursor.Beginner, log *cursor.Log, seq int64, order Order) (Change, error) {
 	change := Change{Action: "redact", From: seq, To: seq, By: order.By, Reason: order.Reason, DryRun: order.DryRun}
 	err := order.validate()
 	if err == nil {
@@ -53,7 +55,7 @@ func Redact(ctx context.Context, db Beginner, log *Log, seq int64, order Order) 
 		})
 	}
 	if err != nil {
-		return Change{}, fmt.Errorf("redact event %d: %w", seq, explainMissingTables(log, err))
+		return Change{}, fmt.Errorf("redact event %d: %w", seq, log.Explain(err))
 	}
 	return change, nil
 }

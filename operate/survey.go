@@ -1,13 +1,15 @@
-package cursor
+package operate
 
 import (
 	"context"
 	"fmt"
 	"time"
+
+	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
 
-// Survey is how a log and its cursors stand, seen in one statement.
-type Survey struct {
+// Standings is how a log and its cursors stand, seen in one statement.
+type Standings struct {
 	At      time.Time // the database's clock
 	Head    int64
 	Cursors []Standing // sorted by their keys
@@ -15,7 +17,7 @@ type Survey struct {
 
 // Standing is how one cursor stands.
 type Standing struct {
-	Cursor     Key
+	Cursor     cursor.Key
 	Position   int64
 	Lag        int64         // events behind the cursor, those of other topics included; 0 where it is ahead
 	Ahead      bool          // the cursor is beyond the head
@@ -28,7 +30,7 @@ type Standing struct {
 	MatchedAt  *time.Time
 	PausedAt   *time.Time
 	RetiredAt  *time.Time
-	Failure    *Failure // the standing failure; its Batch and Wait are not read
+	Failure    *cursor.Failure // the standing failure; its Batch and Wait are not read
 	FailedBy   string
 	Parked     int64 // events
 	Losses     int64 // not settled
@@ -59,11 +61,11 @@ left join lateral (
 ) x on true
 order by c.consumer, c.topic, c.shard`
 
-// SurveyOf looks over the given cursors, or over all, in one statement. It locks nothing and writes nothing. A key that has no
+// Survey looks over the given cursors, or over all, in one statement. It locks nothing and writes nothing. A key that has no
 // cursor is not in the result.
-func SurveyOf(ctx context.Context, db Querier, log *Log, keys ...Key) (Survey, error) {
-	survey := Survey{Head: -1}
-	consumers, topics, shards := columns(keys)
+func Survey(ctx context.Context, db cursor.Querier, log *cursor.Log, keys ...cursor.Key) (Standings, error) {
+	survey := Standings{Head: -1}
+	consumers, topics, shards := cursor.Columns(keys)
 	rows, _ := db.Query(ctx, log.Render(sqlSurvey), consumers, topics, shards)
 	for rows.Next() {
 		var s Standing
@@ -71,7 +73,7 @@ func SurveyOf(ctx context.Context, db Querier, log *Log, keys ...Key) (Survey, e
 		var position, rounds, through *int64
 		var createdAt, since *time.Time
 		var pending float64
-		var f Failure
+		var f cursor.Failure
 		var attempts *int
 		var errorType, failedBy *string
 		var permanent *bool
@@ -80,12 +82,12 @@ func SurveyOf(ctx context.Context, db Querier, log *Log, keys ...Key) (Survey, e
 			&permanent, &since, &failedBy, &s.Parked, &s.Losses, &s.LostEvents)
 		if err != nil {
 			rows.Close()
-			return Survey{}, fmt.Errorf("survey cursors: %w", err)
+			return Standings{}, fmt.Errorf("survey cursors: %w", err)
 		}
 		if consumer == nil {
 			continue
 		}
-		s.Cursor = Key{Consumer: *consumer, Topic: *topic, Shard: *shard}
+		s.Cursor = cursor.Key{Consumer: *consumer, Topic: *topic, Shard: *shard}
 		s.Position, s.Rounds, s.CreatedAt, s.PendingAge = *position, *rounds, *createdAt, seconds(pending)
 		s.Lag, s.Ahead = max(0, survey.Head-s.Position), s.Position > survey.Head
 		if through != nil {
@@ -95,60 +97,12 @@ func SurveyOf(ctx context.Context, db Querier, log *Log, keys ...Key) (Survey, e
 		survey.Cursors = append(survey.Cursors, s)
 	}
 	if err := rows.Err(); err != nil {
-		return Survey{}, fmt.Errorf("survey cursors: %w", explainMissingTables(log, err))
+		return Standings{}, fmt.Errorf("survey cursors: %w", log.Explain(err))
 	}
 	if survey.Head < 0 {
-		return Survey{}, fmt.Errorf("survey cursors: the counter %s has no row", log.Table("seq"))
+		return Standings{}, fmt.Errorf("survey cursors: the counter %s has no row", log.Table("seq"))
 	}
 	return survey, nil
 }
 
-// Entry is an event as it lies in the log, looked at from outside of a round.
-type Entry struct {
-	Event       // without a payload where that was not asked for
-	Size  int64 // of the payload, in bytes
-}
-
-const sqlListEvents = `
-select s.last_seq, l.seq, l.occurred_at, l.recorded_at, l.topic, coalesce(l.key, ''), l.uuid, octet_length(l.payload),
-    case when $4 then l.payload else '' end, l.metadata::text
-from (select s.last_seq from public.event_seq s limit 1) s
-left join lateral (
-    select l.* from public.event_log l where l.seq > $1 and ($2 = '' or l.topic = $2) order by l.seq limit $3
-) l on true
-order by l.seq`
-
-// ListEvents returns the events of a topic, or with "" of all, that are behind a seq, at most limit of them, and up to
-// which number the log was read for them. Payloads cross the wire only where they are asked for.
-func ListEvents(ctx context.Context, db Querier, log *Log, after int64, topic string, limit int, payloads bool) (entries []Entry, through int64, err error) {
-	fail := func(err error) ([]Entry, int64, error) {
-		return nil, 0, fmt.Errorf("list events: %w", explainMissingTables(log, err))
-	}
-	rows, _ := db.Query(ctx, log.Render(sqlListEvents), after, topic, limit, payloads)
-	defer rows.Close()
-	for rows.Next() {
-		var e Entry
-		var seq, size *int64
-		var occurred, recorded *time.Time
-		var eventTopic, uuid *string
-		var payload, metadata []byte
-		if err := rows.Scan(&through, &seq, &occurred, &recorded, &eventTopic, &e.Key, &uuid, &size, &payload, &metadata); err != nil {
-			return fail(err)
-		}
-		if seq == nil {
-			continue
-		}
-		e.Seq, e.OccurredAt, e.RecordedAt, e.Topic, e.UUID, e.Size, e.Payload = *seq, *occurred, *recorded, *eventTopic, *uuid, *size, payload
-		if e.Metadata, err = decodeMetadata(metadata); err != nil {
-			return fail(&UnreadableError{Seq: e.Seq, Err: err})
-		}
-		entries = append(entries, e)
-	}
-	if err := rows.Err(); err != nil {
-		return fail(err)
-	}
-	if len(entries) == limit {
-		through = entries[limit-1].Seq
-	}
-	return entries, max(through, after), nil
-}
+func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }

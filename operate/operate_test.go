@@ -1,4 +1,4 @@
-package cursor_test
+package operate_test
 
 import (
 	"context"
@@ -12,32 +12,14 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 var (
-	order  = cursor.Order{By: "me", Reason: "why"}
-	dry    = cursor.Order{By: "me", Reason: "why", DryRun: true}
+	order  = operate.Order{By: "me", Reason: "why"}
+	dry    = operate.Order{By: "me", Reason: "why", DryRun: true}
 	orders = cursor.Key{Consumer: "push", Topic: "orders"}
 )
-
-// pass commits one round of a cursor, in which every event is handled.
-func pass(t *testing.T, db *pgtest.DB, key cursor.Key, change ...func(*cursor.RoundConfig)) *cursor.Opening {
-	t.Helper()
-	r, o := open(t, db, key, change...)
-	require.Contains(t, []cursor.Status{cursor.Ready, cursor.Lost, cursor.Parking}, o.Status)
-	if o.Status == cursor.Ready {
-		for i := range o.Events {
-			r.Hand(&o.Events[i])
-			require.NoError(t, r.End(t.Context(), true))
-		}
-	}
-	require.NoError(t, r.Commit(t.Context(), o.Through))
-	return o
-}
-
-func as(instance, round string, record int) func(*cursor.RoundConfig) {
-	return func(c *cursor.RoundConfig) { c.By, c.ID, c.Record = instance, round, record }
-}
 
 func interventions(t *testing.T, db *pgtest.DB) []string {
 	t.Helper()
@@ -65,15 +47,15 @@ func TestCursorIsSoughtToWhereANewOneWouldStart(t *testing.T) {
 		{cursor.FromTime(time.Date(2026, 1, 1, 14, 30, 0, 0, time.UTC)), 20, 14, 3},
 		{cursor.FromTime(time.Date(2027, 1, 1, 0, 0, 0, 0, time.UTC)), 14, 20, 3},
 	} {
-		planned, err := cursor.Seek(t.Context(), conn, nil, orders, tt.to, dry)
+		planned, err := operate.Seek(t.Context(), conn, nil, orders, tt.to, dry)
 		require.NoError(t, err)
 		require.Equal(t, tt.from, logtest.Position(t, db, orders), "a dry run moves nothing")
-		done, err := cursor.Seek(t.Context(), conn, nil, orders, tt.to, order)
+		done, err := operate.Seek(t.Context(), conn, nil, orders, tt.to, order)
 		require.NoError(t, err)
 		require.Equal(t, tt.at, logtest.Position(t, db, orders))
 		require.WithinDuration(t, planned.At, done.At, time.Minute)
 		planned.At = done.At
-		require.Equal(t, cursor.Change{Cursor: orders, Action: "seek", From: tt.from, To: tt.at, Events: tt.events, By: "me", Reason: "why", At: done.At}, done)
+		require.Equal(t, operate.Change{Cursor: orders, Action: "seek", From: tt.from, To: tt.at, Events: tt.events, By: "me", Reason: "why", At: done.At}, done)
 		done.DryRun = true
 		require.Equal(t, done, planned)
 	}
@@ -83,21 +65,21 @@ func TestCursorIsSoughtToWhereANewOneWouldStart(t *testing.T) {
 	for to, text := range map[cursor.Start]string{
 		cursor.FromSeq(22): "whose head is 20", cursor.FromSeq(4): "whose oldest is 5",
 	} {
-		_, err := cursor.Seek(t.Context(), conn, nil, orders, to, order)
-		require.ErrorIs(t, err, cursor.ErrRefused)
+		_, err := operate.Seek(t.Context(), conn, nil, orders, to, order)
+		require.ErrorIs(t, err, operate.ErrRefused)
 		require.ErrorContains(t, err, text)
 	}
-	_, err := cursor.Seek(t.Context(), conn, nil, orders, cursor.FromSeq(0), order)
+	_, err := operate.Seek(t.Context(), conn, nil, orders, cursor.FromSeq(0), order)
 	require.ErrorContains(t, err, "the first event has seq 1")
-	_, err = cursor.Seek(t.Context(), conn, nil, push, cursor.FromHead(), order)
+	_, err = operate.Seek(t.Context(), conn, nil, push, cursor.FromHead(), order)
 	require.ErrorIs(t, err, cursor.ErrCursorMissing)
-	_, err = cursor.Seek(t.Context(), conn, nil, orders, cursor.FromHead(), cursor.Order{})
+	_, err = operate.Seek(t.Context(), conn, nil, orders, cursor.FromHead(), operate.Order{})
 	require.ErrorContains(t, err, "missing By")
 	require.Len(t, interventions(t, db), 6, "what is refused is not recorded")
 
 	// A log that retention has emptied has a head, and no other place.
 	db.Exec(t, "delete from event_log")
-	_, err = cursor.Seek(t.Context(), conn, nil, orders, cursor.FromBeginning(), order)
+	_, err = operate.Seek(t.Context(), conn, nil, orders, cursor.FromBeginning(), order)
 	require.NoError(t, err)
 	require.Equal(t, int64(20), logtest.Position(t, db, orders))
 }
@@ -107,32 +89,32 @@ func TestOnlyTheNextEventIsSkipped(t *testing.T) {
 	db := logtest.New(t)
 	register(t, db, orders, beginning)
 	conn := db.Conn(t)
-	_, err := cursor.Skip(t.Context(), conn, nil, orders, 1, order)
+	_, err := operate.Skip(t.Context(), conn, nil, orders, 1, order)
 	require.ErrorContains(t, err, "no event behind the cursor")
 	logtest.Append(t, db, "other", 2)
 	logtest.Append(t, db, "orders", 3)
 	_, _, err = cursor.RecordFailure(t.Context(), conn, nil, orders, "test", cursor.Attempt{Seq: 3, Through: 3, ErrorType: "x", Jitter: 1})
 	require.NoError(t, err)
 
-	_, err = cursor.Skip(t.Context(), conn, nil, orders, 4, order)
-	require.ErrorIs(t, err, cursor.ErrRefused)
+	_, err = operate.Skip(t.Context(), conn, nil, orders, 4, order)
+	require.ErrorIs(t, err, operate.ErrRefused)
 	require.ErrorContains(t, err, "that is event 3")
-	change, err := cursor.Skip(t.Context(), conn, nil, orders, 3, dry)
+	change, err := operate.Skip(t.Context(), conn, nil, orders, 3, dry)
 	require.NoError(t, err)
 	require.Equal(t, []int64{0, 3, 1}, []int64{change.From, change.To, change.Events})
 	require.Equal(t, int64(1), pgtest.Value[int64](t, db, "select count(*) from event_consumer_failures"))
-	_, err = cursor.Skip(t.Context(), conn, nil, orders, 3, order)
+	_, err = operate.Skip(t.Context(), conn, nil, orders, 3, order)
 	require.NoError(t, err)
 	require.Equal(t, int64(3), logtest.Position(t, db, orders))
 	require.Equal(t, int64(0), pgtest.Value[int64](t, db, "select count(*) from event_consumer_failures"))
 	require.Equal(t, []string{"skip 0 3 me why"}, interventions(t, db))
 
 	db.Exec(t, "delete from event_log where seq = 4")
-	_, err = cursor.Skip(t.Context(), conn, nil, orders, 5, order)
+	_, err = operate.Skip(t.Context(), conn, nil, orders, 5, order)
 	require.ErrorContains(t, err, "numbers are missing")
 	db.Exec(t, "update event_consumer_cursors set last_seq = 9")
-	_, err = cursor.Skip(t.Context(), conn, nil, orders, 10, order)
-	require.ErrorIs(t, err, cursor.ErrRefused)
+	_, err = operate.Skip(t.Context(), conn, nil, orders, 10, order)
+	require.ErrorIs(t, err, operate.ErrRefused)
 	require.ErrorIs(t, err, cursor.ErrCursorAhead)
 }
 
@@ -147,29 +129,29 @@ func TestHeldCursorBeginsNoRound(t *testing.T) {
 		defer r.Rollback(t.Context())
 		return o.Status
 	}
-	step := func(f func(context.Context, cursor.Beginner, *cursor.Log, cursor.Key, cursor.Order) (cursor.Change, error), o cursor.Order) error {
+	step := func(f func(context.Context, cursor.Beginner, *cursor.Log, cursor.Key, operate.Order) (operate.Change, error), o operate.Order) error {
 		_, err := f(t.Context(), conn, nil, push, o)
 		return err
 	}
-	require.ErrorIs(t, step(cursor.Resume, order), cursor.ErrRefused)
-	require.NoError(t, step(cursor.Pause, dry))
+	require.ErrorIs(t, step(operate.Resume, order), operate.ErrRefused)
+	require.NoError(t, step(operate.Pause, dry))
 	require.Equal(t, cursor.Ready, status())
-	require.NoError(t, step(cursor.Pause, order))
+	require.NoError(t, step(operate.Pause, order))
 	require.Equal(t, cursor.Held, status())
-	require.ErrorContains(t, step(cursor.Pause, order), "paused since")
-	require.NoError(t, step(cursor.Resume, order))
+	require.ErrorContains(t, step(operate.Pause, order), "paused since")
+	require.NoError(t, step(operate.Resume, order))
 	require.Equal(t, cursor.Ready, status())
 
 	pass(t, db, push)
-	require.ErrorContains(t, step(cursor.Retire, order), "moved within the last minute")
-	require.NoError(t, step(cursor.Retire, cursor.Order{By: "me", Reason: "why", Force: true}))
+	require.ErrorContains(t, step(operate.Retire, order), "moved within the last minute")
+	require.NoError(t, step(operate.Retire, operate.Order{By: "me", Reason: "why", Force: true}))
 	require.Equal(t, cursor.Held, status())
-	require.ErrorContains(t, step(cursor.Retire, order), "retired since")
-	require.ErrorContains(t, step(cursor.Pause, order), "retired since")
-	require.NoError(t, step(cursor.Resume, order))
+	require.ErrorContains(t, step(operate.Retire, order), "retired since")
+	require.ErrorContains(t, step(operate.Pause, order), "retired since")
+	require.NoError(t, step(operate.Resume, order))
 	require.Equal(t, cursor.CaughtUp, status())
 	db.Exec(t, "update event_consumer_cursors set moved_at = now() - interval '2 minutes'")
-	require.NoError(t, step(cursor.Retire, order))
+	require.NoError(t, step(operate.Retire, order))
 	require.Equal(t, []string{"pause 0 0 me why", "resume 0 0 me why", "retire 1 1 me why", "resume 1 1 me why", "retire 1 1 me why"}, interventions(t, db))
 }
 
@@ -184,8 +166,8 @@ func TestChangeWaitsForTheRoundAndSaysWhoHoldsIt(t *testing.T) {
 	_, err := r.Open(t.Context())
 	require.NoError(t, err)
 	pid := conn.PgConn().PID()
-	_, err = cursor.Pause(t.Context(), db.Conn(t), nil, push, order)
-	var locked *cursor.LockedError
+	_, err = operate.Pause(t.Context(), db.Conn(t), nil, push, order)
+	var locked *operate.LockedError
 	require.ErrorAs(t, err, &locked)
 	require.Equal(t, int(pid), locked.PID)
 	require.Equal(t, "worker-7", locked.MovedBy)
@@ -195,7 +177,7 @@ func TestChangeWaitsForTheRoundAndSaysWhoHoldsIt(t *testing.T) {
 	// Within a transaction of the caller's, which goes on.
 	waiting, done := db.Conn(t), make(chan error, 1)
 	go func() {
-		_, err := cursor.Pause(context.Background(), waiting, nil, push, order)
+		_, err := operate.Pause(context.Background(), waiting, nil, push, order)
 		done <- err
 	}()
 	require.Eventually(t, func() bool {
@@ -215,31 +197,31 @@ func TestLossesAreSettled(t *testing.T) {
 	pass(t, db, push)
 	pass(t, db, push)
 	db.Exec(t, "insert into event_consumer_losses (consumer, topic, shard, first_seq, last_seq, reason, recorded_by) values ('push', '', '', 7, 9, 'resume_age', 'w')")
-	list, err := cursor.ListLosses(t.Context(), conn, nil, false, 10)
+	list, err := operate.Losses(t.Context(), conn, nil, false, 10)
 	require.NoError(t, err)
 	require.Len(t, list, 2)
 	require.Equal(t, []any{push, int64(1), int64(4), "retention", "test"}, []any{list[0].Cursor, list[0].First, list[0].Last, list[0].Reason, list[0].RecordedBy})
 
-	_, err = cursor.SettleLosses(t.Context(), conn, nil, push, 2, order)
-	require.ErrorIs(t, err, cursor.ErrRefused)
-	change, err := cursor.SettleLosses(t.Context(), conn, nil, push, 0, dry)
+	_, err = operate.SettleLosses(t.Context(), conn, nil, push, 2, order)
+	require.ErrorIs(t, err, operate.ErrRefused)
+	change, err := operate.SettleLosses(t.Context(), conn, nil, push, 0, dry)
 	require.NoError(t, err)
 	require.Equal(t, []int64{1, 9, 7}, []int64{change.From, change.To, change.Events})
-	change, err = cursor.SettleLosses(t.Context(), conn, nil, push, 1, order)
+	change, err = operate.SettleLosses(t.Context(), conn, nil, push, 1, order)
 	require.NoError(t, err)
 	require.Equal(t, []int64{1, 4, 4}, []int64{change.From, change.To, change.Events})
-	list, err = cursor.ListLosses(t.Context(), conn, nil, false, 10, push)
+	list, err = operate.Losses(t.Context(), conn, nil, false, 10, push)
 	require.NoError(t, err)
 	require.Len(t, list, 1)
-	list, err = cursor.ListLosses(t.Context(), conn, nil, true, 10, push)
+	list, err = operate.Losses(t.Context(), conn, nil, true, 10, push)
 	require.NoError(t, err)
 	require.Len(t, list, 2, "the rows stay")
 	require.Equal(t, "me", list[0].SettledBy)
-	_, err = cursor.SettleLosses(t.Context(), conn, nil, push, 0, order)
+	_, err = operate.SettleLosses(t.Context(), conn, nil, push, 0, order)
 	require.NoError(t, err)
-	_, err = cursor.SettleLosses(t.Context(), conn, nil, push, 0, order)
-	require.ErrorIs(t, err, cursor.ErrRefused)
-	history, err := cursor.ListInterventions(t.Context(), conn, nil, 2, push)
+	_, err = operate.SettleLosses(t.Context(), conn, nil, push, 0, order)
+	require.ErrorIs(t, err, operate.ErrRefused)
+	history, err := operate.Interventions(t.Context(), conn, nil, 2, push)
 	require.NoError(t, err)
 	require.Len(t, history, 2)
 	require.Equal(t, []any{"settle", int64(7), "me", "why"}, []any{history[0].Action, *history[0].From, history[0].By, history[0].Reason})
@@ -255,31 +237,31 @@ func TestRedactedEventKeepsItsNumber(t *testing.T) {
 	require.NoError(t, err)
 	pass(t, db, push, func(c *cursor.RoundConfig) { c.ParkAfter = 1 })
 
-	_, err = cursor.Redact(t.Context(), conn, nil, 1, dry)
+	_, err = operate.Redact(t.Context(), conn, nil, 1, dry)
 	require.NoError(t, err)
 	require.Equal(t, int64(2), pgtest.Value[int64](t, db, "select count(*) from event_log where payload = 'secret'"))
-	change, err := cursor.Redact(t.Context(), conn, nil, 1, order)
+	change, err := operate.Redact(t.Context(), conn, nil, 1, order)
 	require.NoError(t, err)
 	require.Equal(t, int64(2), change.Events, "the log's and the parked copy")
-	list, err := cursor.ListParked(t.Context(), conn, nil, push, 0, 10)
+	list, err := operate.Parked(t.Context(), conn, nil, push, 0, 10)
 	require.NoError(t, err)
-	require.Equal(t, cursor.Tombstone, string(list[0].Event.Payload))
-	require.Equal(t, map[string]string{cursor.TombstoneMetadata: "true"}, list[0].Event.Metadata)
-	entries, through, err := cursor.ListEvents(t.Context(), conn, nil, 0, "", 10, true)
+	require.Equal(t, operate.Tombstone, string(list[0].Event.Payload))
+	require.Equal(t, map[string]string{operate.TombstoneMetadata: "true"}, list[0].Event.Metadata)
+	entries, through, err := operate.Events(t.Context(), conn, nil, 0, "", 10, true)
 	require.NoError(t, err)
 	require.Equal(t, int64(2), through)
-	require.Equal(t, []string{cursor.Tombstone, "secret"}, []string{string(entries[0].Payload), string(entries[1].Payload)})
+	require.Equal(t, []string{operate.Tombstone, "secret"}, []string{string(entries[0].Payload), string(entries[1].Payload)})
 	require.Equal(t, "k", entries[0].Key)
 	require.Equal(t, []string{"redact 1 1 me why"}, interventions(t, db))
-	_, err = cursor.Redact(t.Context(), conn, nil, 3, order)
-	require.ErrorIs(t, err, cursor.ErrRefused)
+	_, err = operate.Redact(t.Context(), conn, nil, 3, order)
+	require.ErrorIs(t, err, operate.ErrRefused)
 }
 
 func TestSurveySeesWhatStands(t *testing.T) {
 	t.Parallel()
 	db := logtest.New(t)
 	conn := db.Conn(t)
-	survey, err := cursor.SurveyOf(t.Context(), conn, nil)
+	survey, err := operate.Survey(t.Context(), conn, nil)
 	require.NoError(t, err)
 	require.Empty(t, survey.Cursors)
 	register(t, db, push, beginning)
@@ -288,9 +270,9 @@ func TestSurveySeesWhatStands(t *testing.T) {
 	pass(t, db, orders)
 	_, _, err = cursor.RecordFailure(t.Context(), conn, nil, push, "w", cursor.Attempt{Seq: 1, Through: 1, ErrorType: "boom", Jitter: 1})
 	require.NoError(t, err)
-	_, err = cursor.Pause(t.Context(), conn, nil, push, order)
+	_, err = operate.Pause(t.Context(), conn, nil, push, order)
 	require.NoError(t, err)
-	survey, err = cursor.SurveyOf(t.Context(), conn, nil)
+	survey, err = operate.Survey(t.Context(), conn, nil)
 	require.NoError(t, err)
 	require.Equal(t, int64(5), survey.Head)
 	require.Len(t, survey.Cursors, 2)
@@ -302,7 +284,7 @@ func TestSurveySeesWhatStands(t *testing.T) {
 	require.Nil(t, o.Failure)
 
 	db.Exec(t, "update event_consumer_cursors set last_seq = 9 where topic = 'orders'")
-	survey, err = cursor.SurveyOf(t.Context(), conn, nil, orders)
+	survey, err = operate.Survey(t.Context(), conn, nil, orders)
 	require.NoError(t, err)
 	require.Len(t, survey.Cursors, 1)
 	require.True(t, survey.Cursors[0].Ahead)
@@ -314,65 +296,33 @@ func TestEventsAreListedByTopicUpToTheHead(t *testing.T) {
 	conn := db.Conn(t)
 	logtest.Append(t, db, "orders", 3)
 	logtest.Append(t, db, "other", 3)
-	entries, through, err := cursor.ListEvents(t.Context(), conn, nil, 0, "orders", 2, false)
+	entries, through, err := operate.Events(t.Context(), conn, nil, 0, "orders", 2, false)
 	require.NoError(t, err)
 	require.Equal(t, []int64{2, 2, 1}, []int64{through, int64(len(entries)), entries[0].Size})
 	require.Empty(t, entries[0].Payload)
-	entries, through, err = cursor.ListEvents(t.Context(), conn, nil, 2, "orders", 2, true)
+	entries, through, err = operate.Events(t.Context(), conn, nil, 2, "orders", 2, true)
 	require.NoError(t, err)
 	require.Len(t, entries, 1)
 	require.Equal(t, "3", string(entries[0].Payload))
 	require.Equal(t, int64(6), through)
-	entries, through, err = cursor.ListEvents(t.Context(), conn, nil, 6, "orders", 2, true)
+	entries, through, err = operate.Events(t.Context(), conn, nil, 6, "orders", 2, true)
 	require.NoError(t, err)
 	require.Empty(t, entries)
 	require.Equal(t, int64(6), through)
-}
-
-func TestShownNameIsReadBack(t *testing.T) {
-	t.Parallel()
-	for _, key := range []cursor.Key{
-		push, orders, {Consumer: "a", Topic: "b", Shard: "c"}, {Consumer: "a", Shard: "c"}, {Consumer: "a@b#c"}, {Consumer: `q"`, Topic: "#", Shard: `"`},
-		{Consumer: "with space", Topic: "dots.and/slashes"}, {Consumer: "é☃", Topic: "\n@"}, {Consumer: `a\@`},
-	} {
-		read, err := cursor.ParseKey(key.String())
-		require.NoError(t, err, "%s", key)
-		require.Equal(t, key, read)
-	}
-	for _, name := range []string{"", "@b", "a@", "a#", "a@b#", "a@b@c", "a#b@c", `"a`, `"a"b`, `a"b`, "a@*", "a#b#c"} {
-		_, err := cursor.ParseKey(name)
-		require.Error(t, err, name)
-		require.ErrorContains(t, err, "consumer@topic", name)
-	}
-}
-
-func FuzzParseKey(f *testing.F) {
-	f.Add("a", "b", "c")
-	f.Add(`a"`, "@", "#")
-	f.Fuzz(func(t *testing.T, consumer, topic, shard string) {
-		key := cursor.Key{Consumer: consumer, Topic: topic, Shard: shard}
-		if key.Validate() != nil {
-			return
-		}
-		read, err := cursor.ParseKey(key.String())
-		if err != nil || read != key {
-			t.Fatalf("%#v is shown as %s and read as %#v, %v", key, key, read, err)
-		}
-	})
 }
 
 func TestChangesNeedTheTables(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	conn := db.Conn(t)
-	_, seek := cursor.Seek(t.Context(), conn, nil, push, cursor.FromHead(), order)
-	_, settle := cursor.SettleLosses(t.Context(), conn, nil, push, 0, order)
-	_, redact := cursor.Redact(t.Context(), conn, nil, 1, order)
-	_, discard := cursor.Discard(t.Context(), conn, nil, push, 1, order)
-	_, survey := cursor.SurveyOf(t.Context(), conn, nil)
-	_, deliveries := cursor.Deliveries(t.Context(), conn, nil, 1)
-	_, verify := cursor.Verify(t.Context(), conn, nil, nil)
-	_, _, events := cursor.ListEvents(t.Context(), conn, nil, 0, "", 1, false)
+	_, seek := operate.Seek(t.Context(), conn, nil, push, cursor.FromHead(), order)
+	_, settle := operate.SettleLosses(t.Context(), conn, nil, push, 0, order)
+	_, redact := operate.Redact(t.Context(), conn, nil, 1, order)
+	_, discard := operate.Discard(t.Context(), conn, nil, push, 1, order)
+	_, survey := operate.Survey(t.Context(), conn, nil)
+	_, deliveries := operate.Deliveries(t.Context(), conn, nil, 1)
+	_, verify := operate.Verify(t.Context(), conn, nil, nil)
+	_, _, events := operate.Events(t.Context(), conn, nil, 0, "", 1, false)
 	for i, err := range []error{seek, settle, redact, discard, survey, deliveries, verify, events} {
 		require.ErrorIs(t, err, cursor.ErrNotMigrated, i)
 	}
@@ -385,18 +335,18 @@ func TestChangesAreTheLogsOwn(t *testing.T) {
 	register(t, db, push, beginning)
 	tx, err := db.Conn(t).Begin(t.Context())
 	require.NoError(t, err)
-	_, err = cursor.Pause(t.Context(), tx, nil, push, order)
+	_, err = operate.Pause(t.Context(), tx, nil, push, order)
 	require.NoError(t, err)
-	_, err = cursor.Pause(t.Context(), tx, nil, push, order)
-	require.ErrorIs(t, err, cursor.ErrRefused)
-	_, err = cursor.Resume(t.Context(), tx, nil, push, dry)
+	_, err = operate.Pause(t.Context(), tx, nil, push, order)
+	require.ErrorIs(t, err, operate.ErrRefused)
+	_, err = operate.Resume(t.Context(), tx, nil, push, dry)
 	require.NoError(t, err)
 	require.NoError(t, tx.Commit(t.Context()))
 	require.Equal(t, []string{"pause 0 0 me why"}, interventions(t, db))
 
 	other, err := cursor.NewLog(cursor.LogConfig{Name: "other"})
 	require.NoError(t, err)
-	_, err = cursor.Resume(t.Context(), db.Conn(t), other, push, order)
+	_, err = operate.Resume(t.Context(), db.Conn(t), other, push, order)
 	require.ErrorIs(t, err, cursor.ErrNotMigrated)
 	require.True(t, strings.Contains(err.Error(), "public.other_log") && !errors.Is(err, cursor.ErrCursorMissing))
 }

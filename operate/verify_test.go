@@ -1,4 +1,4 @@
-package cursor_test
+package operate_test
 
 import (
 	"context"
@@ -7,9 +7,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 // fill writes events straight into the log: appending takes longer.
@@ -24,7 +24,7 @@ func fill(t testing.TB, db *pgtest.DB, events int) {
 	db.Exec(t, "vacuum analyze event_log")
 }
 
-func faults(v cursor.Verdict) []string {
+func faults(v operate.Verdict) []string {
 	found := []string{}
 	for _, f := range v.Faults {
 		found = append(found, fmt.Sprintf("%s %s %d-%d", f.Kind, f.Cursor, f.First, f.Last))
@@ -33,10 +33,10 @@ func faults(v cursor.Verdict) []string {
 }
 
 // verify proves a log of many ranges, and what progress it tells of.
-func verify(t *testing.T, db *pgtest.DB) cursor.Verdict {
+func verify(t *testing.T, db *pgtest.DB) operate.Verdict {
 	t.Helper()
 	last := int64(-1)
-	v, err := cursor.Verify(t.Context(), db.Conn(t), nil, func(done, total int64) {
+	v, err := operate.Verify(t.Context(), db.Conn(t), nil, func(done, total int64) {
 		require.Greater(t, done, last)
 		require.LessOrEqual(t, done, total)
 		last = done

@@ -1,4 +1,4 @@
-package cursor_test
+package operate_test
 
 import (
 	"math/rand/v2"
@@ -9,6 +9,7 @@ import (
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/logtest"
 	"github.com/watermill-eventlog/watermill-eventlog/internal/pgtest"
+	"github.com/watermill-eventlog/watermill-eventlog/operate"
 )
 
 // model is what a consumer has done, by the plainest of bookkeeping.
@@ -18,25 +19,25 @@ type model struct {
 	key      cursor.Key
 	topics   []string // of event i+1
 	position int64
-	states   []cursor.DeliveryState // of passed events
+	states   []operate.DeliveryState // of passed events
 }
 
 func (m *model) own(seq int64) bool { return m.key.Topic == "" || m.topics[seq-1] == m.key.Topic }
 
 // passed notes what became of the events behind the position up to a seq.
-func (m *model) passed(through int64, state cursor.DeliveryState) {
+func (m *model) passed(through int64, state operate.DeliveryState) {
 	for seq := m.position + 1; seq <= through; seq++ {
 		m.states[seq-1] = state
 	}
 	m.position = through
 }
 
-func (m *model) want(seq int64) cursor.DeliveryState {
+func (m *model) want(seq int64) operate.DeliveryState {
 	switch {
 	case !m.own(seq):
-		return cursor.NotItsTopic
+		return operate.NotItsTopic
 	case seq > m.position:
-		return cursor.NotReached
+		return operate.NotReached
 	}
 	return m.states[seq-1]
 }
@@ -62,7 +63,7 @@ func (m *model) step(random *rand.Rand) string {
 			require.NoError(t, r.End(t.Context(), true))
 		}
 		require.NoError(t, r.Commit(t.Context(), o.Through))
-		m.passed(o.Through, cursor.Handled)
+		m.passed(o.Through, operate.Handled)
 		return "round"
 	case 5:
 		next := m.position + 1
@@ -72,16 +73,16 @@ func (m *model) step(random *rand.Rand) string {
 		if next > head {
 			return "nothing to skip"
 		}
-		_, err := cursor.Skip(t.Context(), m.db.Conn(t), nil, m.key, next, order)
+		_, err := operate.Skip(t.Context(), m.db.Conn(t), nil, m.key, next, order)
 		require.NoError(t, err)
-		m.passed(next, cursor.SkippedByHand)
+		m.passed(next, operate.SkippedByHand)
 		return "skip"
 	case 6:
 		to := random.Int64N(head + 1)
-		_, err := cursor.Seek(t.Context(), m.db.Conn(t), nil, m.key, cursor.FromSeq(to+1), order)
+		_, err := operate.Seek(t.Context(), m.db.Conn(t), nil, m.key, cursor.FromSeq(to+1), order)
 		require.NoError(t, err)
 		if to > m.position {
-			m.passed(to, cursor.SkippedByHand)
+			m.passed(to, operate.SkippedByHand)
 		}
 		m.position = to
 		return "seek"
@@ -92,13 +93,13 @@ func (m *model) step(random *rand.Rand) string {
 	}
 	fail(t, m.db, m.key, cursor.Attempt{Seq: next, Through: next, ErrorType: "x"})
 	pass(t, m.db, m.key, func(c *cursor.RoundConfig) { c.ParkAfter = 1; c.Record = 5 })
-	m.passed(next, cursor.ParkedAway)
+	m.passed(next, operate.ParkedAway)
 	if random.IntN(2) == 0 {
 		return "park"
 	}
-	_, err := cursor.Discard(t.Context(), m.db.Conn(t), nil, m.key, next, order)
+	_, err := operate.Discard(t.Context(), m.db.Conn(t), nil, m.key, next, order)
 	require.NoError(t, err)
-	m.states[next-1] = cursor.SkippedByHand
+	m.states[next-1] = operate.SkippedByHand
 	return "discard"
 }
 
@@ -118,7 +119,7 @@ func TestDeliveriesAreWhatWasDone(t *testing.T) {
 				steps = append(steps, m.step(random))
 				conn := db.Conn(t)
 				for seq := int64(1); seq <= int64(len(m.topics)); seq++ {
-					list, err := cursor.Deliveries(t.Context(), conn, nil, seq)
+					list, err := operate.Deliveries(t.Context(), conn, nil, seq)
 					require.NoError(t, err)
 					require.Equal(t, m.want(seq), list[0].State, "event %d at %d, seed %d: %v: %s", seq, m.position, seed, steps, list[0])
 				}

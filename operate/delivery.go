@@ -1,9 +1,11 @@
-package cursor
+package operate
 
 import (
 	"context"
 	"fmt"
 	"time"
+
+	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
 
 // DeliveryState is what a consumer did with an event.
@@ -14,9 +16,9 @@ const (
 	Handled DeliveryState = "handled"
 	// Failing means that the consumer stands before the event, or that the rounds that hold it do not succeed.
 	Failing DeliveryState = "failing"
-	// ParkedAway means that it kept failing and was passed: see [ListParked].
+	// ParkedAway means that it kept failing and was passed: see [Parked].
 	ParkedAway DeliveryState = "parked"
-	// LostUnhandled means that the consumer was moved past it by the library: see [ListLosses].
+	// LostUnhandled means that the consumer was moved past it by the library: see [Losses].
 	LostUnhandled DeliveryState = "lost"
 	// SkippedByHand means that an operator moved the cursor past it, or discarded it when it was parked.
 	SkippedByHand DeliveryState = "skipped"
@@ -33,7 +35,7 @@ const (
 
 // Delivery is what one consumer did with one event.
 type Delivery struct {
-	Cursor    Key
+	Cursor    cursor.Key
 	Seq       int64
 	State     DeliveryState
 	At        *time.Time // since when it is so: committed, failing since, parked, recorded as lost, moved, created; nil when not kept
@@ -146,12 +148,12 @@ order by c.consumer, c.topic, c.shard`
 // Deliveries tells what the given cursors, or all, did with the event seq, in one statement. It locks nothing and
 // writes nothing, and what is not committed it does not see: a round that is under way has done nothing yet.
 //
-// A key without a cursor is [ErrCursorMissing]; a number that the log has not given yet is an error.
-func Deliveries(ctx context.Context, db Querier, log *Log, seq int64, keys ...Key) ([]Delivery, error) {
+// A key without a cursor is [cursor.ErrCursorMissing]; a number that the log has not given yet is an error.
+func Deliveries(ctx context.Context, db cursor.Querier, log *cursor.Log, seq int64, keys ...cursor.Key) ([]Delivery, error) {
 	fail := func(err error) ([]Delivery, error) {
-		return nil, fmt.Errorf("deliveries of event %d: %w", seq, explainMissingTables(log, err))
+		return nil, fmt.Errorf("deliveries of event %d: %w", seq, log.Explain(err))
 	}
-	consumers, topics, shards := columns(keys)
+	consumers, topics, shards := cursor.Columns(keys)
 	var head int64
 	var found []Delivery
 	rows, _ := db.Query(ctx, log.Render(sqlDeliveries), seq, consumers, topics, shards)
@@ -171,7 +173,7 @@ func Deliveries(ctx context.Context, db Querier, log *Log, seq int64, keys ...Ke
 			return fail(err)
 		}
 		if consumer != nil {
-			e.key, e.position = Key{Consumer: *consumer, Topic: *topic, Shard: *shard}, *position
+			e.key, e.position = cursor.Key{Consumer: *consumer, Topic: *topic, Shard: *shard}, *position
 			found = append(found, e.delivery())
 		}
 	}
@@ -187,7 +189,7 @@ func Deliveries(ctx context.Context, db Querier, log *Log, seq int64, keys ...Ke
 			there = there || found[i].Cursor == key
 		}
 		if !there {
-			return fail(fmt.Errorf("%w: %q has no row in %s", ErrCursorMissing, key, log.Table("consumer_cursors")))
+			return fail(fmt.Errorf("%w: %q has no row in %s", cursor.ErrCursorMissing, key, log.Table("consumer_cursors")))
 		}
 	}
 	return found, nil
@@ -195,7 +197,7 @@ func Deliveries(ctx context.Context, db Querier, log *Log, seq int64, keys ...Ke
 
 // evidence is all that is on record about a cursor and an event. What is not has no time.
 type evidence struct {
-	key      Key
+	key      cursor.Key
 	seq      int64
 	position int64
 	topic    *string // of the event, where it is known
