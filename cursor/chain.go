@@ -65,11 +65,15 @@ func (r *Round) Chain(ctx context.Context, id string, through int64) *Round {
 		next.opening.set(*r.ahead)
 		position = r.ahead.through
 	}
-	run := func() {
-		defer close(next.pending.done)
-		ctx, cancel := context.WithTimeout(ctx, r.config.Bound)
+	ctx, cancel := context.WithTimeout(ctx, r.config.Bound)
+	results, trip := r.sendChain(ctx, next, through, position, limits)
+	read := func() {
 		defer cancel()
-		b, err := r.chainTrip(ctx, next, through, position, limits)
+		defer close(next.pending.done)
+		if results == nil {
+			return
+		}
+		b, err := next.readChain(results, trip, position, limits)
 		switch {
 		case err != nil:
 		case first:
@@ -80,10 +84,10 @@ func (r *Round) Chain(ctx context.Context, id string, through int64) *Round {
 		}
 	}
 	if first {
-		run() // there is nothing to hand out meanwhile
+		read() // there is nothing to hand out meanwhile
 		next.settle()
 	} else {
-		go run()
+		go read()
 	}
 	return next
 }
@@ -98,22 +102,25 @@ func (r *Round) settle() {
 	r.opening.beside = p.beside
 }
 
-// chainTrip sends the end of one round and the beginning of the next, and returns the batch that was read. What went
-// wrong is in next.pending.
-func (r *Round) chainTrip(ctx context.Context, next *Round, through, position int64, limits Limits) (b batch, err error) {
-	p := next.pending
+// sendChain sends the end of one round and the beginning of the next. It returns when all is sent, so that the server is
+// at it before the first handler runs. No results are returned where nothing was sent; why is in next.pending.
+func (r *Round) sendChain(ctx context.Context, next *Round, through, position int64, limits Limits) (pgx.BatchResults, *Trip) {
 	trip, err := r.lastTrip(through)
 	if err != nil {
-		p.committed, p.begun = err, err
-		return b, err
+		next.pending.committed, next.pending.begun = err, err
+		return nil, nil
 	}
 	trip.Queue(explainCommit, "commit")
 	trip.batch.Queue("begin isolation level read committed")
 	next.queueLock(&trip.batch)
 	sql, args := next.readAhead(position, limits)
 	trip.batch.Queue(sql, args...)
+	return r.conn.SendBatch(ctx, &trip.batch), trip
+}
 
-	results := r.conn.SendBatch(ctx, &trip.batch)
+// readChain reads what sendChain was answered, and returns the batch that was read. What went wrong is in r.pending.
+func (r *Round) readChain(results pgx.BatchResults, trip *Trip, position int64, limits Limits) (b batch, err error) {
+	p := r.pending
 	defer func() {
 		if closeErr := results.Close(); err == nil && closeErr != nil {
 			p.begun, err = closeErr, closeErr
@@ -127,7 +134,7 @@ func (r *Round) chainTrip(ctx context.Context, next *Round, through, position in
 	if p.committed, p.begun = err, err; err != nil {
 		return b, err
 	}
-	b, p.begun = next.readBegin(results, position, limits)
+	b, p.begun = r.readBegin(results, position, limits)
 	return b, p.begun
 }
 
