@@ -173,36 +173,21 @@ func stagedForLong(ctx context.Context, b *bench, event func(int64) *message.Mes
 	if b.n < 10_000 {
 		length = 500 * time.Millisecond
 	}
-	plain := "plain insert for " + length.String()
-	err := b.inDatabase(ctx, func(db *database) error {
-		if _, err := db.Exec(ctx, sqlPlainTable); err != nil {
-			return err
-		}
-		pool, err := db.open(ctx, writers, nil)
-		if err != nil {
-			return err
-		}
-		defer pool.Close()
-		_, rate, err := write(ctx, pool, writers, length, func(ctx context.Context, pool *pgxpool.Pool, id int64) error {
-			_, err := pool.Exec(ctx, sqlPlain, appended(id)...)
-			return err
-		})
-		b.report.add(plain, "appends/s", rate)
-		return err
-	})
-	if err != nil {
-		return err
-	}
-	for _, held := range []bool{false, true} {
-		err := b.inDatabase(ctx, func(db *database) error {
+	plain, staged := "plain insert for "+length.String(), "staged for "+length.String()
+	held := staged + ", a snapshot held elsewhere"
+	err := inTurns(b.either(b.repeat, 1), 3, func(i int) error {
+		return b.inDatabase(ctx, func(db *database) error {
 			pool, err := db.open(ctx, writers, nil)
 			if err != nil {
 				return err
 			}
 			defer pool.Close()
-			way := "staged for " + length.String()
-			if held {
-				way += ", a snapshot held elsewhere"
+			if i == 0 {
+				return plainForLong(ctx, b, db, pool, plain, length)
+			}
+			way := staged
+			if i == 2 {
+				way = held
 				holder, err := pgx.Connect(ctx, db.url)
 				if err != nil {
 					return err
@@ -262,15 +247,37 @@ func stagedForLong(ctx context.Context, b *bench, event func(int64) *message.Mes
 			b.report.add(way+", left to number at the end", "s of appends", left/rate)
 			b.report.add(way+", to number one at first", "µs", first)
 			b.report.add(way+", to number one at the end", "µs", last)
-			b.report.ratio(way+": to number one, at the end to at first", way+", to number one at the end", way+", to number one at first", atMost(2))
-			b.report.ratio(way+", to a plain insert, 64 writers", way, plain, atLeast(0.7))
 			b.say("%s: %s appends/s, %.2f s left, %.0f then %.0f µs to number one", way, number(rate), left/rate, first, last)
 			return nil
 		})
-		if err != nil {
-			return err
-		}
+	})
+	if err != nil {
+		return err
 	}
+	for _, way := range []string{staged, held} {
+		b.report.ratio(way+": to number one, at the end to at first", way+", to number one at the end", way+", to number one at first", atMost(2))
+		b.report.ratio(way+", to a plain insert, 64 writers", way, plain, atLeast(0.7))
+	}
+	return nil
+}
+
+func plainForLong(ctx context.Context, b *bench, db *database, pool *pgxpool.Pool, name string, length time.Duration) error {
+	if _, err := db.Exec(ctx, sqlPlainTable); err != nil {
+		return err
+	}
+	n, rate, err := write(ctx, pool, int(pool.Config().MaxConns), length, func(ctx context.Context, pool *pgxpool.Pool, id int64) error {
+		_, err := pool.Exec(ctx, sqlPlain, appended(id)...)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	if err := db.checkAppended(ctx, n, false); err != nil {
+		b.report.fail(name, err)
+		return nil
+	}
+	b.report.add(name, "appends/s", rate)
+	b.say("%s: %s appends/s", name, number(rate))
 	return nil
 }
 

@@ -282,7 +282,7 @@ returning %[10]s;
 		literal(t.OccurredAt)+", "+literal(t.RecordedAt), literal(t.Topic)+", "+literal(t.Payload))
 	triggerSQL = fmt.Sprintf(`
 create trigger %s before insert on %s
-    for each statement when (current_setting('eventlog.log', true) <> '') execute function %s('log', %s);
+    for each statement when (current_setting('eventlog.log', true) <> '') execute function %s(%s);
 `, pgx.Identifier{l.name + "_refuse_append"}.Sanitize(), t.name, l.Table("refuse_append"), literal(l.Schema()+"."+l.Name()))
 	return tableSQL, triggerSQL
 }

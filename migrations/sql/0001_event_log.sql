@@ -12,13 +12,34 @@ create table public.event_seq (
 
 insert into public.event_seq default values;
 
--- What an event must be like that consumers can read; otherwise the append fails and says why. One function costs an append
--- less than a check for each column, which the server would parse and plan with each insert. It runs with the
--- search_path of whoever appends, so all that it uses is qualified.
-create function public.event_outbox_check(occurred_at timestamptz, topic text, uuid text, once boolean, metadata jsonb) returns boolean
-language plpgsql immutable parallel safe
+-- A consumer may not append to the log that it reads: its own unit would wait for the counter and hold it
+-- until its round ends. The round says by a setting which log it reads. One that may stage adds a word to it: what it does
+-- not stage is refused when it is numbered. Mine is the log of the relation, where the relation's name does not tell.
+create function public.event_refuse_consumer(reads text, relation oid, mine text, staging boolean) returns void
+language plpgsql stable set search_path = pg_catalog, pg_temp
 as $function$
 declare
+    log constant text := coalesce(mine, (
+        select n.nspname || '.' || regexp_replace(c.relname, '_[a-z]+$', '')
+        from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.oid = relation));
+begin
+    if reads = log or staging and reads = log || ' staged' then
+        raise exception 'a consumer may not append to the log that it reads (%)', relation::regclass
+            using errcode = 'EL001',
+                  hint = 'publish a job from the handler, and append to the log in the handler of the job';
+    end if;
+end
+$function$;
+
+-- What may be appended: an event that consumers can read, and not by whoever is just consuming the log. Otherwise the append
+-- fails and says why. One function costs an append less than a check for each column and a trigger, which the server parses
+-- and plans anew with every insert. It runs with the search_path of whoever appends, so all that it uses is qualified.
+create function public.event_outbox_check(
+    outbox oid, occurred_at timestamptz, topic text, uuid text, once boolean, metadata jsonb) returns boolean
+language plpgsql stable
+as $function$
+declare
+    reads  constant text := pg_catalog.current_setting('eventlog.log', true);
     reason constant text := case
         when not pg_catalog.isfinite(occurred_at) then 'its occurred_at is infinite'
         when topic operator(pg_catalog.=) '' then 'its topic is empty'
@@ -28,14 +49,18 @@ declare
             or metadata operator(pg_catalog.@?) 'strict $.* ? (@.type() <> "string")' then 'its metadata is not an object of strings'
     end;
 begin
-    if reason is null then
-        return true;
+    if reads operator(pg_catalog.<>) '' then
+        perform public.event_refuse_consumer(reads, outbox, null, false);
     end if;
-    raise exception 'an event cannot be appended: %', reason using errcode = 'check_violation';
+    if reason is not null then
+        raise exception 'an event cannot be appended: %', reason using errcode = 'check_violation';
+    end if;
+    return true;
 end
 $function$;
 
-grant execute on function public.event_outbox_check(timestamptz, text, text, boolean, jsonb) to public;
+grant execute on function public.event_refuse_consumer(text, oid, text, boolean) to public;
+grant execute on function public.event_outbox_check(oid, timestamptz, text, text, boolean, jsonb) to public;
 
 -- Where events are appended: one insert in the transaction of the work that they tell of. At COMMIT a deferred
 -- trigger numbers them and moves them to the log. What is staged is left here, for a sequencer to number later.
@@ -52,7 +77,7 @@ create table public.event_outbox (
     once        boolean     not null default false, -- a second append of the same uuid is a no-op
     appended_at timestamptz not null default clock_timestamp(), -- on the database's clock
     primary key (xid, id),
-    check (public.event_outbox_check(occurred_at, topic, uuid, once, metadata))
+    check (public.event_outbox_check(tableoid, occurred_at, topic, uuid, once, metadata))
 ) with (fillfactor = 70);
 
 -- Stable over versions, platforms and collations: the first 32 bits of the key's SHA-256.
@@ -274,36 +299,24 @@ revoke execute on function public.event_outbox_move(tid[], oid, boolean) from pu
 revoke execute on function public.event_outbox_number() from public;
 revoke execute on function public.event_outbox_sequence(pg_snapshot, pg_snapshot, xid8, bigint, integer) from public;
 
--- A consumer may not append to the log that it reads: its own unit would wait for the counter and hold it
--- until its round ends. The round says by a setting which log it reads. One that may stage adds a word to it: what it does
--- not stage is refused when it is numbered.
+-- Nor may it write to the log itself.
 create function public.event_refuse_append() returns trigger
 language plpgsql
 as $function$
-declare
-    reads constant text := current_setting('eventlog.log', true);
-    mine  constant text := coalesce(tg_argv[1], tg_table_schema || '.' || regexp_replace(tg_table_name, '_[a-z]+$', ''));
 begin
-    if reads = mine or reads = mine || ' staged' and tg_argv[0] = 'log' then
-        raise exception 'a consumer may not append to the log that it reads (%.%)', tg_table_schema, tg_table_name
-            using errcode = 'EL001',
-                  hint = 'publish a job from the handler, and append to the log in the handler of the job';
-    end if;
+    perform public.event_refuse_consumer(current_setting('eventlog.log', true), tg_relid, tg_argv[0], true);
     return null;
 end
 $function$;
 
-create trigger event_refuse_append before insert on public.event_outbox
-    for each statement when (current_setting('eventlog.log', true) <> '') execute function public.event_refuse_append('outbox');
-
 -- the log's own trigger: begin
 create trigger event_refuse_append before insert on public.event_log
-    for each statement when (current_setting('eventlog.log', true) <> '') execute function public.event_refuse_append('log');
+    for each statement when (current_setting('eventlog.log', true) <> '') execute function public.event_refuse_append();
 -- the log's own trigger: end
 
 -- A cursor: how far one consumer has got with one topic ('' = all topics) of one shard ('' = unsharded).
 create table public.event_consumer_cursors (
-    consumer         text        not null check (consumer <> ''),
+    consumer         text        not null,
     topic            text        not null default '',
     shard            text        not null default '',
     last_seq         bigint      not null default 0, -- the last event passed
