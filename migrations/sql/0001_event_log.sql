@@ -78,7 +78,7 @@ create table public.event_outbox (
     appended_at timestamptz not null default clock_timestamp(), -- on the database's clock
     primary key (xid, id),
     check (public.event_outbox_check(tableoid, occurred_at, topic, uuid, once, metadata))
-) with (fillfactor = 70);
+);
 
 -- Stable over versions, platforms and collations: the first 32 bits of the key's SHA-256.
 create function public.event_key_hash(key text) returns bigint
