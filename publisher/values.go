@@ -3,6 +3,7 @@ package publisher
 import (
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode/utf16"
@@ -38,27 +39,43 @@ func textReason(what, value string) string {
 	return ""
 }
 
-// metadataJSON is the metadata as a JSON object, or the reason why it cannot be one. encoding/json would replace
-// invalid UTF-8 silently.
+// metadataJSON is the metadata as a JSON object, its keys in order, or the reason why it cannot be one. encoding/json
+// would replace invalid UTF-8 silently.
 func metadataJSON(metadata map[string]string, column string) (encoded, reason string) {
 	if len(metadata) == 0 {
 		return "{}", ""
 	}
+	var few [8]string
+	keys, size := few[:0], 2
 	for k, v := range metadata {
-		for _, s := range []string{k, v} {
+		for _, s := range [...]string{k, v} {
 			if !utf8.ValidString(s) {
 				return "", fmt.Sprintf("metadata %q is not valid UTF-8", k)
 			}
-			if column == "jsonb" && strings.ContainsRune(s, 0) {
+			if column == "jsonb" && strings.IndexByte(s, 0) >= 0 {
 				return "", fmt.Sprintf("metadata %q contains NUL, which jsonb cannot hold", k)
 			}
 		}
+		keys, size = append(keys, k), size+len(k)+len(v)+6
 	}
-	raw, err := json.Marshal(metadata)
-	if err != nil {
-		return "", fmt.Sprintf("metadata: %v", err)
+	slices.Sort(keys)
+	raw := make([]byte, 0, size)
+	for i, k := range keys {
+		raw = appendJSON(append(raw, "{,"[min(i, 1)]), k)
+		raw = appendJSON(append(raw, ':'), metadata[k])
 	}
-	return string(raw), ""
+	return string(append(raw, '}')), ""
+}
+
+// appendJSON appends a valid string. What needs escapes is left to encoding/json.
+func appendJSON(raw []byte, s string) []byte {
+	for i := range len(s) {
+		if s[i] < ' ' || s[i] == '"' || s[i] == '\\' {
+			quoted, _ := json.Marshal(s) // a string is always encoded
+			return append(raw, quoted...)
+		}
+	}
+	return append(append(append(raw, '"'), s...), '"')
 }
 
 // payloadReason returns why a payload cannot be stored in a json, jsonb or bytea column, or "".
