@@ -25,8 +25,8 @@ type Config struct {
 	// Log names the event log. Defaults to the log with the default names.
 	Log *cursor.Log
 
-	// PollInterval is how often the sequencer looks for staged events when it found none. It is also what an event
-	// waits for at most, where the sequencer keeps up. A look is one statement that writes nothing. Defaults to 50
+	// PollInterval is how long the sequencer waits before it looks again, unless its last batch was full. It is also what
+	// an event waits for at most, where the sequencer keeps up. A look that finds nothing writes nothing. Defaults to 50
 	// milliseconds.
 	PollInterval time.Duration
 
