@@ -58,8 +58,8 @@ where b.before < $6
 order by b.seq`
 
 // A consumer of one topic proves that no number is missing, too, but gets its own events only. A number is in the log
-// once, so as many as there should be are all of them; that their sum is right shows what repeats where the log has lost
-// its unique index. Where the events were cut by a bound, the proof ends with the last of them.
+// once, so as many as there should be are all of them. That holds by the log's unique index; where it was lost, the sum
+// still gives away most of what repeats. Where the events were cut by a bound, the proof ends with the last of them.
 const sqlOwn = `, own as materialized (
     select b.* from (
         select l.seq, l.occurred_at, l.recorded_at, l.topic, l.key, l.uuid, l.payload, l.metadata,

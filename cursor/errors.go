@@ -57,7 +57,7 @@ var (
 var ErrAttemptTwice = errors.New("an attempt was begun inside another one of the same message: add the attempt middleware once, " +
 	"inside of what repeats the handler or swallows its error")
 
-// codeRefusedAppend is what the log's trigger raises when a consumer appends to the log that it reads.
+// codeRefusedAppend is what the outbox's check and the log's trigger raise when a consumer appends to the log that it reads.
 const codeRefusedAppend = "EL001"
 
 // ErrConsumerAppends is returned when a handler appends to the log that its consumer reads.

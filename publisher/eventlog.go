@@ -92,7 +92,7 @@ var errNoDatabase = errors.New("the publisher has no database: use InTx or InSQL
 
 // NewEventLog returns a publisher whose every call to Publish is a transaction of its own, sent in one round
 // trip: all of its messages are appended or none. When the connection is lost during it, the error does not
-// tell whether it was committed. A nil db is for a publisher that is used only through [EventLog.InTx] and
+// tell whether it was committed. A staged append that is one statement goes through db's Exec, if it has one. A nil db is for a publisher that is used only through [EventLog.InTx] and
 // [EventLog.InSQLTx].
 func NewEventLog(db BatchSender, config EventLogConfig) (*EventLog, error) {
 	if _, ok := db.(pgx.Tx); ok {

@@ -242,7 +242,8 @@ func TestRowThatNoConsumerCouldReadIsRefusedByTheOutbox(t *testing.T) {
 func TestOutboxSaysWhyItRefusesARow(t *testing.T) {
 	t.Parallel()
 	db := logtest.New(t)
-	db.Exec(t, `create schema odd; create function odd.isfinite(timestamptz) returns boolean language sql return true`)
+	db.Exec(t, `create schema odd; create function odd.isfinite(timestamptz) returns boolean language sql return true;
+		create domain odd.text as pg_catalog.text check (false)`)
 	for _, path := range []string{"public", "odd, pg_catalog", ""} {
 		conn := db.Conn(t)
 		_, err := conn.Exec(t.Context(), `select set_config('search_path', $1, false)`, path)
@@ -256,7 +257,9 @@ func TestOutboxSaysWhyItRefusesARow(t *testing.T) {
 		} {
 			_, err := conn.Exec(t.Context(), "insert into public.event_outbox "+values)
 			require.ErrorContains(t, err, "an event cannot be appended: "+reason, path)
-			require.ErrorContains(t, err, "23514")
+			var pgErr *pgconn.PgError
+			require.ErrorAs(t, err, &pgErr)
+			require.Equal(t, []string{"23514", "outbox_check"}, []string{pgErr.Code, pgErr.ConstraintName})
 		}
 		_, err = conn.Exec(t.Context(), `insert into public.event_outbox (topic, uuid) values ('orders', repeat('u', 2001))`)
 		require.NoError(t, err)

@@ -39,8 +39,8 @@ create function public.event_outbox_check(
 language plpgsql stable
 as $function$
 declare
-    reads  constant text := pg_catalog.current_setting('eventlog.log', true);
-    reason constant text := case
+    reads  constant pg_catalog.text := pg_catalog.current_setting('eventlog.log', true);
+    reason constant pg_catalog.text := case
         when not pg_catalog.isfinite(occurred_at) then 'its occurred_at is infinite'
         when topic operator(pg_catalog.=) '' then 'its topic is empty'
         when topic operator(pg_catalog.=) '*' then 'its topic is what consumers of all topics subscribe to'
@@ -53,7 +53,7 @@ begin
         perform public.event_refuse_consumer(reads, outbox, null, false);
     end if;
     if reason is not null then
-        raise exception 'an event cannot be appended: %', reason using errcode = 'check_violation';
+        raise exception 'an event cannot be appended: %', reason using errcode = 'check_violation', constraint = 'outbox_check';
     end if;
     return true;
 end
