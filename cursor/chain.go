@@ -169,6 +169,12 @@ func (r *Round) begun() bool {
 	}
 }
 
+// Doomed tells whether a chained round is known not to have begun: nothing of it can be committed, and what else is handed out
+// will come again. [Round.Await] tells why.
+func (r *Round) Doomed() bool {
+	return r.pending != nil && r.begun() && (r.pending.committed != nil || r.pending.begun != nil)
+}
+
 func (r *Round) wait() {
 	if r.pending != nil {
 		<-r.pending.done

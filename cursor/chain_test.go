@@ -105,6 +105,8 @@ func TestNothingOfAChainedRoundCommitsUnlessItsPredecessorDid(t *testing.T) {
 	committed, begun := r.Await()
 	require.ErrorContains(t, committed, "commit")
 	require.Error(t, begun)
+	require.True(t, r.Doomed())
+	handle(t, r) // and after it no handler is to blame
 	r.Rollback(t.Context())
 	r.Release(t.Context())
 	require.Equal(t, seqRange(10), done(t, db))

@@ -456,8 +456,8 @@ func (r *Round) Hand(event *Event) *Unit {
 func (r *Round) End(ctx context.Context, acked bool) error {
 	u := r.handed
 	buffered, recorded := r.session.seal(u)
-	if !r.begun() {
-		// The transaction has not begun yet, so nobody has touched it.
+	if !r.begun() || r.Doomed() {
+		// There is no transaction yet, or none at all, so nobody has touched it.
 	} else if err := r.session.state(u, acked); err != nil {
 		if recorded != nil {
 			return recorded

@@ -170,7 +170,7 @@ func (s *subscription) tellHeld(held bool) {
 func (s *subscription) handOut(r *cursor.Round) (through int64, handed int, err error) {
 	opening := r.Opening()
 	through = opening.Position
-	for handed < len(opening.Events) && !s.stopped() && !r.Exhausted() {
+	for handed < len(opening.Events) && !s.stopped() && !r.Exhausted() && !r.Doomed() {
 		event := &opening.Events[handed]
 		if err := s.deliver(r, event); err != nil {
 			if errors.Is(err, errWithdrawn) {
