@@ -207,7 +207,7 @@ func stagedForLong(ctx context.Context, b *bench, event func(int64) *message.Mes
 			}
 			defer numbering.Close()
 			timed := &timedSender{Pool: numbering}
-			s, err := sequencer.New(timed, sequencer.Config{BatchSize: 500}, nil)
+			s, err := sequencer.New(timed, sequencer.Config{}, nil)
 			if err != nil {
 				return err
 			}
