@@ -10,7 +10,6 @@ import (
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // The longest name that PostgreSQL keeps; what is longer it cuts without an error.
@@ -130,11 +129,11 @@ func (l *Log) Table(suffix string) string {
 	return pgx.Identifier{l.Schema(), l.Name() + "_" + suffix}.Sanitize()
 }
 
-// Explain names the next step where a statement found none of the log's tables ([ErrNotMigrated]). Any other error it
-// returns as it is.
+// Explain names the next step where a statement found none of the log's tables ([ErrNotMigrated]), whatever driver has sent
+// it. Any other error it returns as it is.
 func (l *Log) Explain(err error) error {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && (pgErr.Code == "42P01" || pgErr.Code == "3F000") { // undefined_table, invalid_schema_name
+	var coded interface{ SQLState() string }
+	if errors.As(err, &coded) && (coded.SQLState() == "42P01" || coded.SQLState() == "3F000") { // undefined_table, invalid_schema_name
 		return fmt.Errorf("%w: %s has no tables in this database: run migrations.Up, or the SQL files of package migrations: %w",
 			ErrNotMigrated, l, err)
 	}

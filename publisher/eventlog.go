@@ -243,7 +243,7 @@ func (p *EventLog) Publish(topic string, messages ...*message.Message) error {
 		statements = append(statements, p.statement(piece))
 	}
 	if err := p.insert(messages[0].Context(), statements); err != nil {
-		return p.explain(topic, err)
+		return fmt.Errorf("append to topic %q: %w", topic, p.config.Log.Explain(err))
 	}
 	return nil
 }
@@ -394,15 +394,6 @@ func (p *EventLog) text(s shape) string {
 		text.WriteString(")")
 	}
 	return text.String()
-}
-
-func (p *EventLog) explain(topic string, err error) error {
-	var coded interface{ SQLState() string } // of every driver's errors
-	if errors.As(err, &coded) && (coded.SQLState() == "42P01" || coded.SQLState() == "3F000") {
-		err = fmt.Errorf("%w: %s has no tables in this database: run migrations.Up, or the SQL files of package migrations: %w",
-			cursor.ErrNotMigrated, p.config.Log, err)
-	}
-	return fmt.Errorf("append to topic %q: %w", topic, err)
 }
 
 // Close does nothing: the database is the caller's, and a router closes a shared publisher with its first

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/watermill-eventlog/watermill-eventlog/cursor"
 )
@@ -117,14 +116,10 @@ func Get(ctx context.Context, db cursor.Querier, log *cursor.Log) (Settings, err
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
-// explain names the next step when a statement found none of the log's tables.
+// explain names the next step when a statement found nothing of the log, or no settings.
 func explain(log *cursor.Log, err error) error {
-	var pgErr *pgconn.PgError
-	switch {
-	case errors.As(err, &pgErr) && (pgErr.Code == "42P01" || pgErr.Code == "3F000"):
-		return fmt.Errorf("%w: %s has no tables in this database: run migrations.Up: %w", cursor.ErrNotMigrated, log, err)
-	case errors.Is(err, pgx.ErrNoRows):
+	if errors.Is(err, pgx.ErrNoRows) {
 		return fmt.Errorf("%s has no row: insert one with default values", log.Table("retention"))
 	}
-	return err
+	return log.Explain(err)
 }
