@@ -12,10 +12,11 @@ import (
 // loop is what a careful user would write by hand with pgx: begin, lock the position and read, handle, insert the
 // jobs by unnest, move the position, commit; one after another.
 type loop struct {
-	batch int
-	out   chan *message.Message // nil is without a router
-	jobs  []*message.Message
-	count func() int64
+	batch    int
+	twoTrips bool
+	out      chan *message.Message // nil is without a router
+	jobs     []*message.Message
+	count    func() int64
 }
 
 // Subscribe and the following make it the subscriber and the publisher of a router.
@@ -49,45 +50,99 @@ func (l *loop) deliver(ctx context.Context, msg *message.Message) error {
 	}
 }
 
-// round returns how many events it went through.
-func (l *loop) round(ctx context.Context, conn *pgxpool.Conn) (int, error) {
-	n := 0
-	err := pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
-		rows, _ := tx.Query(ctx, `
+const (
+	sqlLoopRead = `
 select l.seq, l.topic, l.uuid, l.payload, l.metadata
 from (select p.seq from loop_position p where p.name = 'push' for update) p
 cross join lateral (select * from event_log l where l.seq > p.seq order by l.seq limit $1) l
-order by l.seq`, l.batch)
-		var position int64
-		messages, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (*message.Message, error) {
-			var topic string
-			msg := message.NewMessage("", nil)
-			err := row.Scan(&position, &topic, &msg.UUID, (*[]byte)(&msg.Payload), (*map[string]string)(&msg.Metadata))
-			return msg, err
-		})
+order by l.seq`
+	sqlLoopInsert = `
+insert into watermill_` + jobTopic + ` (uuid, payload, metadata, transaction_id)
+select j.uuid, j.payload::json, '{}', pg_current_xact_id()
+from unnest($1::text[], $2::text[]) with ordinality as j(uuid, payload, n) order by j.n`
+	sqlLoopMove = "update loop_position set seq = $1 where name = 'push'"
+)
+
+// round returns how many events it went through.
+func (l *loop) round(ctx context.Context, conn *pgxpool.Conn) (n int, err error) {
+	if l.twoTrips {
+		return l.roundInTwoTrips(ctx, conn)
+	}
+	err = pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
+		rows, _ := tx.Query(ctx, sqlLoopRead, l.batch)
+		messages, position, err := collect(rows)
 		if n = len(messages); err != nil || n == 0 {
 			return err
 		}
-		l.jobs = l.jobs[:0]
-		for _, msg := range messages {
-			if err := l.deliver(ctx, msg); err != nil {
-				return err
-			}
-		}
-		uuids, payloads := make([]string, len(l.jobs)), make([]string, len(l.jobs))
-		for i, j := range l.jobs {
-			uuids[i], payloads[i] = j.UUID, string(j.Payload)
-		}
-		if _, err := tx.Exec(ctx, `
-insert into watermill_`+jobTopic+` (uuid, payload, metadata, transaction_id)
-select j.uuid, j.payload::json, '{}', pg_current_xact_id()
-from unnest($1::text[], $2::text[]) with ordinality as j(uuid, payload, n) order by j.n`, uuids, payloads); err != nil {
+		if err := l.handOut(ctx, messages); err != nil {
 			return err
 		}
-		_, err = tx.Exec(ctx, "update loop_position set seq = $1 where name = 'push'", position)
+		uuids, payloads := l.columns()
+		if _, err := tx.Exec(ctx, sqlLoopInsert, uuids, payloads); err != nil {
+			return err
+		}
+		_, err = tx.Exec(ctx, sqlLoopMove, position)
 		return err
 	})
 	return n, err
+}
+
+// roundInTwoTrips is the same by as few trips as such a round can have: one to read, one to write. It is the limit for
+// whoever handles one event at a time.
+func (l *loop) roundInTwoTrips(ctx context.Context, conn *pgxpool.Conn) (int, error) {
+	first, last := &pgx.Batch{}, &pgx.Batch{}
+	first.Queue("begin")
+	first.Queue(sqlLoopRead, l.batch)
+	results := conn.SendBatch(ctx, first)
+	_, err := results.Exec()
+	if err != nil {
+		return 0, errors.Join(err, results.Close())
+	}
+	rows, _ := results.Query()
+	messages, position, err := collect(rows)
+	if err := errors.Join(err, results.Close()); err != nil {
+		return 0, err
+	}
+	if len(messages) == 0 {
+		_, err := conn.Exec(ctx, "rollback")
+		return 0, err
+	}
+	if err := l.handOut(ctx, messages); err != nil {
+		return 0, err
+	}
+	uuids, payloads := l.columns()
+	last.Queue(sqlLoopInsert, uuids, payloads)
+	last.Queue(sqlLoopMove, position)
+	last.Queue("commit")
+	return len(messages), conn.SendBatch(ctx, last).Close()
+}
+
+func collect(rows pgx.Rows) (messages []*message.Message, position int64, err error) {
+	messages, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (*message.Message, error) {
+		var topic string
+		msg := message.NewMessage("", nil)
+		err := row.Scan(&position, &topic, &msg.UUID, (*[]byte)(&msg.Payload), (*map[string]string)(&msg.Metadata))
+		return msg, err
+	})
+	return messages, position, err
+}
+
+func (l *loop) handOut(ctx context.Context, messages []*message.Message) error {
+	l.jobs = l.jobs[:0]
+	for _, msg := range messages {
+		if err := l.deliver(ctx, msg); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (l *loop) columns() (uuids, payloads []string) {
+	uuids, payloads = make([]string, len(l.jobs)), make([]string, len(l.jobs))
+	for i, j := range l.jobs {
+		uuids[i], payloads[i] = j.UUID, string(j.Payload)
+	}
+	return uuids, payloads
 }
 
 // withRouter runs do while a router hands the loop's messages to its handler, if it has one.

@@ -17,6 +17,7 @@ import (
 const (
 	oursOne             = "ours, from an append to the end of its round"
 	loopOne             = "hand-written round, from an append to the end of its round"
+	loopTwoTrips        = "hand-written round in two trips, from an append to the end of its round"
 	oursBatch           = "ours, batch 1, behind a backlog"
 	oursBatchUnrecorded = "ours, batch 1, behind a backlog, no record of rounds"
 	loopBatch           = "hand-written round, batch 1, behind a backlog"
@@ -32,7 +33,8 @@ func trickle(ctx context.Context, b *bench) error {
 	}
 	ways := []way{
 		{name: oursOne, one: trickleOurs},
-		{name: loopOne, one: trickleLoop},
+		{name: loopOne, one: trickleLoop(false)},
+		{name: loopTwoTrips, one: trickleLoop(true)},
 		{name: oursBatch, run: drainOurs(1, subscriber.AllTopics)},
 		{name: oursBatchUnrecorded, run: drainOurs(1, subscriber.AllTopics, unrecorded)},
 		{name: loopBatch, run: drainLoop(1, true)},
@@ -72,6 +74,7 @@ func trickle(ctx context.Context, b *bench) error {
 		return err
 	}
 	b.report.ratio("ours to the hand-written round, always caught up", oursOne, loopOne, atLeast(1.7))
+	b.report.ratio("the hand-written round in two trips to the one with a trip for each statement, always caught up", loopTwoTrips, loopOne, target{})
 	b.report.ratio("ours to the hand-written round, batch 1 behind a backlog", oursBatch, loopBatch, atLeast(1.7))
 	b.report.ratio("ours, batch 1, to ours without a record of rounds", oursBatch, oursBatchUnrecorded, target{})
 	for range b.repeat {
@@ -155,51 +158,53 @@ func listening(ctx context.Context, db *database) error {
 	return db.until(ctx, `select exists (select from pg_stat_activity where datname = current_database() and state = 'idle' and query ilike 'listen%')`)
 }
 
-func trickleLoop(ctx context.Context, db *database, n int) (time.Duration, error) {
-	pool, err := db.open(ctx, 2, nil)
-	if err != nil {
-		return 0, err
-	}
-	defer pool.Close()
-	conn, err := pool.Acquire(ctx)
-	if err != nil {
-		return 0, err
-	}
-	defer conn.Release()
-	listener, err := pool.Acquire(ctx)
-	if err != nil {
-		return 0, err
-	}
-	defer func() { _ = listener.Hijack().Close(context.WithoutCancel(ctx)) }()
-	if _, err := listener.Exec(ctx, "listen event_log"); err != nil {
-		return 0, err
-	}
-	l := &loop{batch: 500, out: make(chan *message.Message), count: newCounter(0).count}
-	var rounds time.Duration
-	appended := make(chan error, 1)
-	go func() {
-		var err error
-		rounds, err = db.byOne(ctx, n)
-		appended <- err
-	}()
-	err = l.withRouter(ctx, func() error {
-		for passed := 0; passed < n; {
-			wait, cancel := context.WithTimeout(ctx, 30*time.Second)
-			_, err := listener.Conn().WaitForNotification(wait)
-			cancel()
-			if err != nil {
-				return err
-			}
-			got, err := l.round(ctx, conn)
-			if err != nil {
-				return err
-			}
-			passed += got
+func trickleLoop(twoTrips bool) func(context.Context, *database, int) (time.Duration, error) {
+	return func(ctx context.Context, db *database, n int) (time.Duration, error) {
+		pool, err := db.open(ctx, 2, nil)
+		if err != nil {
+			return 0, err
 		}
-		return nil
-	})
-	err = errors.Join(err, <-appended)
-	return rounds, err
+		defer pool.Close()
+		conn, err := pool.Acquire(ctx)
+		if err != nil {
+			return 0, err
+		}
+		defer conn.Release()
+		listener, err := pool.Acquire(ctx)
+		if err != nil {
+			return 0, err
+		}
+		defer func() { _ = listener.Hijack().Close(context.WithoutCancel(ctx)) }()
+		if _, err := listener.Exec(ctx, "listen event_log"); err != nil {
+			return 0, err
+		}
+		l := &loop{batch: 500, twoTrips: twoTrips, out: make(chan *message.Message), count: newCounter(0).count}
+		var rounds time.Duration
+		appended := make(chan error, 1)
+		go func() {
+			var err error
+			rounds, err = db.byOne(ctx, n)
+			appended <- err
+		}()
+		err = l.withRouter(ctx, func() error {
+			for passed := 0; passed < n; {
+				wait, cancel := context.WithTimeout(ctx, 30*time.Second)
+				_, err := listener.Conn().WaitForNotification(wait)
+				cancel()
+				if err != nil {
+					return err
+				}
+				got, err := l.round(ctx, conn)
+				if err != nil {
+					return err
+				}
+				passed += got
+			}
+			return nil
+		})
+		err = errors.Join(err, <-appended)
+		return rounds, err
+	}
 }
 
 const (

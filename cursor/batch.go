@@ -17,9 +17,18 @@ type batch struct {
 	full      bool       // it was ended by one of its bounds and not by the end of the log
 }
 
-// The position is read again here, under the lock that is already held: this statement's snapshot is later
-// than the lock's, so the log is at least as new as the cursor. Without the lock it reads nothing.
-const sqlReadFrom = `
+// sqlFrom is the position. It is read again here, under the lock that is already held: this statement's snapshot is
+// later than the lock's, so the log is at least as new as the cursor. Without the lock it reads nothing.
+const sqlFrom = `
+with c as materialized (
+    select c.last_seq, c.last_seq + $4 as upto, $5::bigint as events
+    from public.event_consumer_cursors c
+    where c.consumer = $1 and c.topic = $2 and c.shard = $3
+    for update of c skip locked
+)`
+
+// sqlFromBounded is the position where something may stand beside the cursor that bounds the batch.
+const sqlFromBounded = `
 with c as materialized (
     select c.last_seq,
         least(c.last_seq + $4, case
@@ -36,26 +45,41 @@ with c as materialized (
     for update of c skip locked
 )`
 
-// sqlReadAhead reads after a position that the caller knows.
-const sqlReadAhead = `
+// sqlAhead is a position that the caller knows.
+const sqlAhead = `
 with c as materialized (
     select $1::bigint as last_seq, $1::bigint + $4::bigint as upto, $5::bigint as events
     where $2::text is not null and $3::text is not null
 )`
 
-// The bounds are looked up by subselects and not by a join, which would have to sort again what the index has in order.
-const sqlAll = `
+// All that follows a position. The bounds are looked up by subselects and not by a join, which would have to sort again
+// what the index has in order; and not by parameters, whose values would have the server plan anew each time.
+const (
+	sqlAll = `
 select b.seq, b.occurred_at, b.recorded_at, b.topic, coalesce(b.key, ''), b.uuid, b.payload, b.metadata::text
 from (
     select l.seq, l.occurred_at, l.recorded_at, l.topic, l.key, l.uuid, l.payload, l.metadata,
         sum(octet_length(l.payload)) over (order by l.seq rows unbounded preceding) - octet_length(l.payload) as before
     from public.event_log l
-    where l.seq > (select c.last_seq from c) and l.seq <= (select c.upto from c)
+    where l.seq > `
+	sqlAllFrom = sqlAll + `(
+        select c.last_seq from public.event_consumer_cursors c
+        where c.consumer = $3 and c.topic = $4 and c.shard = $5
+        for update of c skip locked)` + sqlAllBounds
+	sqlAllAhead  = sqlAll + `(select $3::bigint)` + sqlAllBounds
+	sqlAllBounds = `
+    order by l.seq
+    limit (select $1::bigint)
+) b
+where b.before < $2
+order by b.seq`
+	sqlAllFromBounded = sqlFromBounded + sqlAll + `(select c.last_seq from c) and l.seq <= (select c.upto from c)
     order by l.seq
     limit (select c.events from c)
 ) b
 where b.before < $6
 order by b.seq`
+)
 
 // A consumer of one topic proves that no number is missing, too, but gets its own events only. A number is in the log
 // once, so as many as there should be are all of them. That holds by the log's unique index; where it was lost, the sum
@@ -87,8 +111,21 @@ order by own.seq`
 
 // read is the statement that reads a round's batch under its lock.
 func (r *Round) read() (string, []any) {
-	key, limits := r.config.Key, r.config.Limits
-	return r.statement(sqlReadFrom), []any{
+	log, key, limits := r.config.Log, r.config.Key, r.config.Limits
+	if key.Topic == "" {
+		return log.Render(sqlAllFrom), []any{limits.numbers(), limits.Bytes, key.Consumer, key.Topic, key.Shard}
+	}
+	return log.Render(sqlFrom + sqlOwn), []any{key.Consumer, key.Topic, key.Shard, int64(limits.Cover), int64(limits.Events), limits.Bytes}
+}
+
+// readBounded is the same where what stands beside the cursor bounds the batch.
+func (r *Round) readBounded() (string, []any) {
+	log, key, limits := r.config.Log, r.config.Key, r.config.Limits
+	sql := sqlAllFromBounded
+	if key.Topic != "" {
+		sql = sqlFromBounded + sqlOwn
+	}
+	return log.Render(sql), []any{
 		key.Consumer, key.Topic, key.Shard, int64(limits.Cover), int64(limits.Events), limits.Bytes,
 		r.config.ParkAfter > 0, r.config.By, r.config.Suspect,
 	}
@@ -96,16 +133,15 @@ func (r *Round) read() (string, []any) {
 
 // readAhead is the statement that reads a batch after a position.
 func (r *Round) readAhead(position int64, limits Limits) (string, []any) {
-	key := r.config.Key
-	return r.statement(sqlReadAhead), []any{position, key.Topic, key.Shard, int64(limits.Cover), int64(limits.Events), limits.Bytes}
+	log, key := r.config.Log, r.config.Key
+	if key.Topic == "" {
+		return log.Render(sqlAllAhead), []any{limits.numbers(), limits.Bytes, position}
+	}
+	return log.Render(sqlAhead + sqlOwn), []any{position, key.Topic, key.Shard, int64(limits.Cover), int64(limits.Events), limits.Bytes}
 }
 
-func (r *Round) statement(from string) string {
-	if r.config.Key.Topic != "" {
-		return r.config.Log.Render(from + sqlOwn)
-	}
-	return r.config.Log.Render(from + sqlAll)
-}
+// numbers is how many events are read where each of them is handed out.
+func (l Limits) numbers() int64 { return int64(min(l.Events, l.Cover)) }
 
 // take reads a batch's rows into the opening.
 func (r *Round) take(rows pgx.Rows) error {

@@ -28,6 +28,10 @@ type RoundConfig struct {
 	// not answer, before it ends the unit by itself. So a frozen process loses its lock.
 	Bound time.Duration
 
+	// Bounded tells that the last round has failed, or has found a failure: what stands beside the cursor bounds what is
+	// read. Without it such a round reads its batch a second time.
+	Bounded bool
+
 	// Suspect is an event that failed before, where that could not be recorded: the round ends before it, or holds
 	// it alone. 0 is none.
 	Suspect int64
@@ -168,12 +172,17 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 	log, o := r.config.Log, &r.opening
 	stateSQL, stateArgs := r.state()
 	ask := r.config.ParkAfter > 0 || r.config.ResumeAge > 0
+	read := r.read
+	bounded := ask || r.config.Bounded || r.config.Suspect > 0
+	if bounded {
+		read = r.readBounded
+	}
 	var found state
 	hold, err := r.begin(ctx, func(batch *pgx.Batch) {
 		if ask {
 			batch.Queue(stateSQL, stateArgs...)
 		}
-		readSQL, readArgs := r.read()
+		readSQL, readArgs := read()
 		batch.Queue(readSQL, readArgs...)
 	}, func(results pgx.BatchResults) (err error) {
 		if ask {
@@ -186,6 +195,9 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 	})
 	if err == nil && hold.beside && !hold.held && !ask {
 		found, err = scanState(r.conn.QueryRow(ctx, stateSQL, stateArgs...))
+		if err == nil && !bounded {
+			err = r.readAgain(ctx)
+		}
 	}
 	switch {
 	case err != nil:
@@ -402,13 +414,18 @@ func (r *Round) prove(ctx context.Context) error {
 			return nil
 		}
 		// Events were committed between the two statements: read them.
-		readSQL, readArgs := r.read()
-		rows, _ := r.conn.Query(ctx, readSQL, readArgs...)
-		if err := r.take(rows); err != nil {
+		if err := r.readAgain(ctx); err != nil {
 			return err
 		}
 	}
 	return &GapError{Seq: o.Position + 1, Reason: "what is read after the cursor differs from one statement to the next"}
+}
+
+// readAgain reads the batch by a statement of its own.
+func (r *Round) readAgain(ctx context.Context) error {
+	sql, args := r.readBounded()
+	rows, _ := r.conn.Query(ctx, sql, args...)
+	return r.take(rows)
 }
 
 func (r *Round) mustExist(ctx context.Context) error {

@@ -67,6 +67,7 @@ func (s *subscription) fail(f *failure) next {
 	if s.cut.Err() != nil {
 		return next{} // the stop ended it; that is no failure
 	}
+	s.bounded = true
 	s.meter.fail(f.err)
 	if s.retriedQuietly(f.err) {
 		return next{wait: s.config.RetryDelay}

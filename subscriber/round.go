@@ -24,7 +24,7 @@ func (s *subscription) newRound(conn *pgxpool.Conn) *cursor.Round {
 		Log: s.runner.config.Log, Key: s.key, By: s.runner.config.Instance, ID: s.runner.roundID(),
 		Limits: cursor.Limits{Events: s.config.BatchSize, Bytes: s.config.BatchBytes, Cover: s.config.BatchCover},
 		Bound:  s.runner.config.ServerBound, Record: s.runner.config.RoundsKept, MayStage: s.config.MayStage, ParkAfter: s.config.ParkAfter, ResumeAge: s.config.ResumeAge,
-		Suspect: s.suspect(), MaxWait: s.config.RetryDelayCap * 5 / 4,
+		Bounded: s.bounded, Suspect: s.suspect(), MaxWait: s.config.RetryDelayCap * 5 / 4,
 	})
 }
 
@@ -63,6 +63,7 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 		s.end(r.Rollback)
 		return failedAt(err, span{seq: seqOf(err)}), nil
 	}
+	s.bounded = opening.Failure != nil
 	if opening.Status != cursor.Locked && opening.Status != cursor.Held {
 		s.tellHeld(false)
 	}

@@ -39,6 +39,7 @@ type subscription struct {
 
 	coveredAt time.Time   // when a round last covered only events of other topics
 	standing  *standing   // a failure that could not be written to the database
+	bounded   bool        // the last round failed, or found a failure
 	held      bool        // by an operator, when it last looked
 	quiet     int         // rounds in a row that were tried again without a word
 	offered   *time.Timer // the ack deadline of the message in hand
