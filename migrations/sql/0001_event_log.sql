@@ -235,8 +235,9 @@ declare
     violated   text;
 begin
     for attempt in 1 .. 2 loop
-        select coalesce(until, pg_current_snapshot()), coalesce(array_agg(t.ctid order by t.xid, t.id), '{}'),
-            coalesce(array_agg(t.xid order by t.xid, t.id), '{}'), coalesce(array_agg(t.id order by t.xid, t.id), '{}')
+        -- The arrays are in the subselect's order: an aggregate's own would sort once more for each.
+        select coalesce(until, pg_current_snapshot()), coalesce(array_agg(t.ctid), '{}'), coalesce(array_agg(t.xid), '{}'),
+            coalesce(array_agg(t.id), '{}')
         into seen, candidates, xids, ids
         from (
             (select o.ctid, o.xid, o.id from public.event_outbox o
@@ -265,9 +266,9 @@ begin
     refused := 0;
     if taken > 0 then
         -- What somebody else has locked or changed is left to another pass, and holds up nobody.
-        select coalesce(array_agg(f.ctid order by f.id), '{}'), bool_or(f.once), min(f.tableoid) into free, single, outbox
+        select coalesce(array_agg(f.ctid), '{}'), bool_or(f.once), min(f.tableoid) into free, single, outbox
         from (
-            select o.ctid, o.id, o.once, o.tableoid from public.event_outbox o where o.ctid = any (candidates) for update skip locked
+            select o.ctid, o.once, o.tableoid from public.event_outbox o where o.ctid = any (candidates) for update skip locked
         ) f;
         missed := taken - cardinality(free);
         begin
@@ -276,7 +277,7 @@ begin
             end if;
         exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
             -- One that the log does not take must not hold up the others.
-            foreach one in array free loop
+            for one in select o.ctid from public.event_outbox o where o.ctid = any (free) order by o.id loop
                 begin
                     numbered := numbered + public.event_outbox_move(array[one], outbox, single);
                 exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
