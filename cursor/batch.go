@@ -2,6 +2,7 @@ package cursor
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"time"
 
@@ -173,10 +174,12 @@ func (r *Round) takeBatch(rows pgx.Rows, position int64, limits Limits) (b batch
 
 func (b *batch) takeAll(rows pgx.Rows, position int64, limits Limits) error {
 	inOrder, bytes := true, int64(0)
+	var e Event                            // one for all rows, as Scan puts it on the heap
 	var topic, metadata pgtype.DriverBytes // not copied
+	row := []any{&e.Seq, &e.OccurredAt, &e.RecordedAt, &topic, &e.Key, &e.UUID, &e.Payload, &metadata}
 	for rows.Next() {
-		var e Event
-		if err := rows.Scan(&e.Seq, &e.OccurredAt, &e.RecordedAt, &topic, &e.Key, &e.UUID, &e.Payload, &metadata); err != nil {
+		e = Event{}
+		if err := rows.Scan(row...); err != nil {
 			return &UnreadableError{Seq: e.Seq, Err: err}
 		}
 		if n := len(b.events); n > 0 && b.events[n-1].Topic == string(topic) { // mostly, and then it is one string
@@ -201,32 +204,48 @@ func (b *batch) takeAll(rows pgx.Rows, position int64, limits Limits) error {
 }
 
 func takeOwn(rows pgx.Rows) (b batch, err error) {
-	var through *int64
-	var inOrder *bool
+	// One for all rows. Where nothing is of this topic, the one row has no event.
+	var through, seq pgtype.Int8
+	var inOrder, full pgtype.Bool
+	var throughAt, occurred, recorded pgtype.Timestamptz
+	var topic, metadata pgtype.DriverBytes // not copied
+	var key, uuid pgtype.Text
+	var payload []byte
+	row := []any{&through, &inOrder, &full, &throughAt, &seq, &occurred, &recorded, &topic, &key, &uuid, &payload, &metadata}
 	for rows.Next() {
-		var full *bool
-		var seq *int64
-		var occurred, recorded *time.Time
-		var topic, key, uuid *string
-		var payload, metadata []byte
-		if err := rows.Scan(&through, &inOrder, &full, &b.throughAt, &seq, &occurred, &recorded, &topic, &key, &uuid, &payload, &metadata); err != nil {
-			if seq == nil {
+		seq = pgtype.Int8{}
+		if err := rows.Scan(row...); err != nil {
+			if !seq.Valid {
 				return b, err
 			}
-			return b, &UnreadableError{Seq: *seq, Err: err}
+			return b, &UnreadableError{Seq: seq.Int64, Err: err}
 		}
-		b.full = full != nil && *full
-		if seq == nil {
-			continue // nothing of this topic
+		if !seq.Valid {
+			continue
 		}
-		e := Event{Seq: *seq, OccurredAt: *occurred, RecordedAt: *recorded, Topic: *topic, Key: *key, UUID: *uuid, Payload: payload}
+		e := Event{
+			Seq: seq.Int64, OccurredAt: occurred.Time, RecordedAt: recorded.Time,
+			Key: key.String, UUID: uuid.String, Payload: payload,
+		}
+		if occurred.InfinityModifier != pgtype.Finite || recorded.InfinityModifier != pgtype.Finite {
+			return b, &UnreadableError{Seq: e.Seq, Err: errors.New("a time is infinite")}
+		}
+		if n := len(b.events); n > 0 { // they have one topic
+			e.Topic = b.events[0].Topic
+		} else {
+			e.Topic = string(topic)
+		}
 		if e.Metadata, err = decodeMetadata(metadata); err != nil {
 			return b, &UnreadableError{Seq: e.Seq, Err: err}
 		}
 		b.events = append(b.events, e)
 	}
-	if through != nil && *inOrder {
-		b.through = *through
+	b.full = full.Bool
+	if through.Valid && inOrder.Bool {
+		b.through = through.Int64
+		if throughAt.Valid && throughAt.InfinityModifier == pgtype.Finite {
+			b.throughAt = &throughAt.Time
+		}
 	}
 	return b, rows.Err()
 }

@@ -123,6 +123,7 @@ type Round struct {
 func NewRound(conn *pgx.Conn, config RoundConfig) *Round {
 	r := &Round{conn: conn, config: config, text: readsText(conn)}
 	r.session.init(conn)
+	knowArrays(conn)
 	return r
 }
 

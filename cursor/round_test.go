@@ -546,3 +546,50 @@ func TestParkedEventIsParkedAloneWhateverIsRecordedMeanwhile(t *testing.T) {
 		})
 	}
 }
+
+func TestInfiniteTimeStopsOnlyWhoReadsTheEvent(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	logtest.Append(t, db, "orders", 2)
+	logtest.Append(t, db, "payments", 1)
+	db.Exec(t, "alter table event_log drop constraint event_log_occurred_at_check")
+	db.Exec(t, "update event_log set occurred_at = 'infinity' where seq = 3")
+
+	for _, topic := range []string{"", "payments"} {
+		key := cursor.Key{Consumer: "reader", Topic: topic}
+		logtest.Register(t, db, key, cursor.FromBeginning())
+		round, _ := logtest.NewRound(t, db, key)
+		_, err := round.Open(t.Context())
+		var unreadable *cursor.UnreadableError
+		require.ErrorAs(t, err, &unreadable, "topic %q", topic)
+		require.Equal(t, int64(3), unreadable.Seq)
+		round.Rollback(t.Context())
+	}
+
+	key := cursor.Key{Consumer: "other", Topic: "orders"}
+	logtest.Register(t, db, key, cursor.FromBeginning())
+	round, opening := logtest.OpenRound(t, db, key)
+	require.Equal(t, cursor.Ready, opening.Status)
+	require.Len(t, opening.Events, 2)
+	require.Equal(t, int64(3), opening.Through)
+	require.NoError(t, round.Commit(t.Context(), 3))
+	require.Equal(t, int64(3), logtest.Position(t, db, key))
+}
+
+func TestReadingABatchAllocatesLittle(t *testing.T) {
+	db := logtest.New(t)
+	logtest.Append(t, db, "orders", 1000)
+	for _, topic := range []string{"", "orders"} {
+		key := cursor.Key{Consumer: "push", Topic: topic}
+		logtest.Register(t, db, key, cursor.FromBeginning())
+		round, _ := logtest.NewRound(t, db, key, logtest.Limits(1000, 1<<30, 1000))
+		allocations := testing.AllocsPerRun(5, func() {
+			opening, err := round.Open(t.Context())
+			if err != nil || len(opening.Events) != 1000 {
+				panic(fmt.Sprint(opening, err))
+			}
+			round.Rollback(t.Context())
+		})
+		require.LessOrEqual(t, allocations/1000, 3.2, "topic %q: an event's id, payload and metadata, and what the batch itself takes", topic)
+	}
+}

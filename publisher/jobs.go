@@ -322,7 +322,7 @@ func (a *arrays) Flush(trip *cursor.Trip, items []cursor.Item) error {
 }
 
 // insertArrays inserts any number of jobs by three parameters, in the arrays' order: unnested in a target list they are
-// rows one after another, which nothing has to keep or sort.
+// rows one after another, which nothing has to keep or sort. The largest array comes last, as pgx's buffers grow with each.
 func insertArrays(table, column string) string {
 	payload, arrayType := "nullif(j.payload, '')::"+column, "text"
 	if column == "bytea" {
@@ -331,7 +331,7 @@ func insertArrays(table, column string) string {
 	return fmt.Sprintf(`
 insert into %s (uuid, payload, metadata, transaction_id)
 select j.uuid, %s, j.metadata::json, pg_current_xact_id()
-from (select unnest($1::text[]) as uuid, unnest($2::%s[]) as payload, unnest($3::text[]) as metadata) j`, table, payload, arrayType)
+from (select unnest($1::text[]) as uuid, unnest($2::text[]) as metadata, unnest($3::%s[]) as payload) j`, table, payload, arrayType)
 }
 
 func insertOne(table, column string) string {
@@ -352,22 +352,22 @@ func (j *job) arguments() []any {
 }
 
 func arrayArguments(jobs []*job) []any {
-	uuids, metadata := make([]string, len(jobs)), make([]string, len(jobs))
+	uuids, metadata := make(cursor.Array[string], len(jobs)), make(cursor.Array[string], len(jobs))
 	for i, j := range jobs {
 		uuids[i], metadata[i] = j.uuid, j.metadata
 	}
 	if jobs[0].table.column == "bytea" {
-		payloads := make([][]byte, len(jobs))
+		payloads := make(cursor.Array[[]byte], len(jobs))
 		for i, j := range jobs {
 			payloads[i] = []byte(j.payload)
 		}
-		return []any{uuids, payloads, metadata}
+		return []any{uuids, metadata, payloads}
 	}
-	payloads := make([]string, len(jobs))
+	payloads := make(cursor.Array[string], len(jobs))
 	for i, j := range jobs {
 		payloads[i] = j.payload
 	}
-	return []any{uuids, payloads, metadata}
+	return []any{uuids, metadata, payloads}
 }
 
 func explainInsert(topic string, err error) error {

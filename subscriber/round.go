@@ -407,6 +407,11 @@ func (s *subscription) answer(msg *message.Message, unit *cursor.Unit, deadline 
 		return acked, true
 	}
 	select {
+	case <-left: // mostly it has
+		return acked, true
+	default:
+	}
+	select {
 	case <-left:
 		return acked, true
 	case <-deadline:
