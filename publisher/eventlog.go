@@ -3,7 +3,6 @@ package publisher
 import (
 	"context"
 	"database/sql"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
@@ -321,7 +320,7 @@ func (p *EventLog) tableReason(e event, metadata int) string {
 		return textReason("its payload", string(e.payload))
 	case len(e.payload) == 0:
 		return "its payload is empty, and the column of the log's table is " + table.PayloadType
-	case !json.Valid(e.payload):
+	case !validJSON(e.payload):
 		return "its payload is not JSON, and the column of the log's table is " + table.PayloadType
 	}
 	return payloadReason(e.payload, table.PayloadType)

@@ -85,7 +85,7 @@ func payloadReason(payload []byte, column string) string {
 		return ""
 	case len(payload) == 0: // becomes NULL, which is read back as no payload
 		return ""
-	case !json.Valid(payload):
+	case !validJSON(payload):
 		return "its payload is not JSON, and the table's column is: set GeneratePayloadType of the schema to BYTEA"
 	case !utf8.Valid(payload):
 		return "its payload is not valid UTF-8"
