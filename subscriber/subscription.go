@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
-	"sync"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -31,8 +30,9 @@ type subscription struct {
 	woken  chan struct{} // one slot: wakes coalesce
 
 	values   context.Context // what Subscribe's context carries, without its end
-	stopOnce sync.Once
-	stopping chan struct{}   // no new round, no new message
+	started  context.Context // ends with the stop
+	stop     context.CancelFunc
+	stopping <-chan struct{} // no new round, no new message
 	cut      context.Context // ends with the stop budget
 	cutOff   context.CancelFunc
 	done     chan struct{}
@@ -49,18 +49,17 @@ type subscription struct {
 func newSubscription(ctx context.Context, r *Runner, owner *Subscriber, config ConsumerConfig, key cursor.Key) *subscription {
 	s := &subscription{
 		runner: r, owner: owner, config: config, key: key,
-		out:      make(chan *message.Message),
-		woken:    make(chan struct{}, 1),
-		values:   context.WithoutCancel(ctx),
-		stopping: make(chan struct{}),
-		done:     make(chan struct{}),
+		out:    make(chan *message.Message),
+		woken:  make(chan struct{}, 1),
+		values: context.WithoutCancel(ctx),
+		done:   make(chan struct{}),
 	}
+	s.started, s.stop = context.WithCancel(s.values)
+	s.stopping = s.started.Done()
 	s.cut, s.cutOff = context.WithCancel(s.values)
 	s.meter = newRoundMeter(r.meters, r.config.Log, key)
 	return s
 }
-
-func (s *subscription) stop() { s.stopOnce.Do(func() { close(s.stopping) }) }
 
 func (s *subscription) stopped() bool {
 	select {
@@ -164,18 +163,14 @@ func (s *subscription) turn() (next, error) {
 	s.meter.begin()
 	conn, err := s.connection()
 	if err != nil {
-		if s.stopped() {
-			return next{}, nil
-		}
-		return s.fail(&failure{err: err}), nil
+		return s.unconnected(err), nil
 	}
 	o, err := s.round(conn)
 	if err == nil && o.failed == nil && o.replay && !s.stopped() {
-		if conn, err = s.connection(); err == nil {
-			o, err = s.replay(conn)
-		} else {
-			o, err = failedAt(err, span{}), nil
+		if conn, err = s.connection(); err != nil {
+			return s.unconnected(err), nil
 		}
+		o, err = s.replay(conn)
 	}
 	if err != nil || o.failed == nil {
 		return o.next, err
@@ -184,27 +179,22 @@ func (s *subscription) turn() (next, error) {
 	return s.fail(o.failed), nil
 }
 
+// unconnected is what comes after a round that had no connection.
+func (s *subscription) unconnected(err error) next {
+	if s.stopped() {
+		return next{}
+	}
+	return s.fail(&failure{err: err})
+}
+
 // connection takes one from the pool.
 func (s *subscription) connection() (*pgxpool.Conn, error) {
-	ctx, cancel := context.WithTimeout(s.cut, s.runner.config.ServerBound/2)
+	// It hears the stop: nothing has begun yet that would have to be finished.
+	ctx, cancel := context.WithTimeout(s.started, s.runner.config.ServerBound/2)
 	defer cancel()
-	conn, err := s.acquire(ctx)
+	conn, err := s.runner.pool.Acquire(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("take a connection from the pool: %w", err)
 	}
 	return conn, nil
-}
-
-// acquire hears the stop: nothing has begun yet that would have to be finished.
-func (s *subscription) acquire(ctx context.Context) (*pgxpool.Conn, error) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	go func() {
-		select {
-		case <-s.stopping:
-			cancel()
-		case <-ctx.Done():
-		}
-	}()
-	return s.runner.pool.Acquire(ctx)
 }
