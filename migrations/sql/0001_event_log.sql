@@ -39,8 +39,24 @@ create function public.event_outbox_check(
 language plpgsql stable
 as $function$
 declare
-    reads  constant pg_catalog.text := pg_catalog.current_setting('eventlog.log', true);
-    reason constant pg_catalog.text := case
+    reads  pg_catalog.text;
+    reason pg_catalog.text;
+begin
+    -- Mostly all is well, which one expression tells: the server prepares each anew in every transaction.
+    if coalesce(pg_catalog.current_setting('eventlog.log', true), '') operator(pg_catalog.=) ''
+        and pg_catalog.isfinite(occurred_at)
+        and topic operator(pg_catalog.<>) '' and topic operator(pg_catalog.<>) '*'
+        and not (once and pg_catalog.octet_length(uuid) operator(pg_catalog.>) 2000)
+        and pg_catalog.jsonb_typeof(metadata) operator(pg_catalog.=) 'object'
+        and not metadata operator(pg_catalog.@?) 'strict $.* ? (@.type() <> "string")'
+    then
+        return true;
+    end if;
+    reads := pg_catalog.current_setting('eventlog.log', true);
+    if reads operator(pg_catalog.<>) '' then
+        perform public.event_refuse_consumer(reads, outbox, null, false);
+    end if;
+    reason := case
         when not pg_catalog.isfinite(occurred_at) then 'its occurred_at is infinite'
         when topic operator(pg_catalog.=) '' then 'its topic is empty'
         when topic operator(pg_catalog.=) '*' then 'its topic is what consumers of all topics subscribe to'
@@ -48,10 +64,6 @@ declare
         when pg_catalog.jsonb_typeof(metadata) operator(pg_catalog.<>) 'object'
             or metadata operator(pg_catalog.@?) 'strict $.* ? (@.type() <> "string")' then 'its metadata is not an object of strings'
     end;
-begin
-    if reads operator(pg_catalog.<>) '' then
-        perform public.event_refuse_consumer(reads, outbox, null, false);
-    end if;
     if reason is not null then
         raise exception 'an event cannot be appended: %', reason using errcode = 'check_violation', constraint = 'outbox_check';
     end if;
