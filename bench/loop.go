@@ -87,8 +87,8 @@ func (l *loop) round(ctx context.Context, conn *pgxpool.Conn) (n int, err error)
 	return n, err
 }
 
-// roundInTwoTrips is the same by as few trips as such a round can have: one to read, one to write. It is the limit for
-// whoever handles one event at a time.
+// roundInTwoTrips is the same by as few trips as ours has: one to read, one to write. It tells what of the difference the
+// trips are worth.
 func (l *loop) roundInTwoTrips(ctx context.Context, conn *pgxpool.Conn) (int, error) {
 	first, last := &pgx.Batch{}, &pgx.Batch{}
 	first.Queue("begin")

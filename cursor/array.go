@@ -12,16 +12,16 @@ import (
 // everything each time, and leaves five times the array's size to the collector.
 type Array[T string | []byte] []T
 
-// knowArrays makes a connection know arrays.
+// knowArrays makes a connection know arrays, also where its pool has given it other types meanwhile.
 func knowArrays(conn *pgx.Conn) {
-	const known = "github.com/watermill-eventlog/watermill-eventlog/cursor.Array"
-	data := conn.PgConn().CustomData()
-	if data[known] == nil {
-		types := conn.TypeMap()
-		// In front, as pgx would find the slice below the type.
-		types.TryWrapEncodePlanFuncs = slices.Insert(slices.Clone(types.TryWrapEncodePlanFuncs), 0, wrapArray)
-		data[known] = true
+	const key = "github.com/watermill-eventlog/watermill-eventlog/cursor.Array"
+	data, types := conn.PgConn().CustomData(), conn.TypeMap()
+	if funcs := types.TryWrapEncodePlanFuncs; len(funcs) > 0 && data[key] == &funcs[0] {
+		return
 	}
+	// In front, as pgx would find the slice below the type.
+	types.TryWrapEncodePlanFuncs = slices.Insert(slices.Clone(types.TryWrapEncodePlanFuncs), 0, wrapArray)
+	data[key] = &types.TryWrapEncodePlanFuncs[0]
 }
 
 func wrapArray(value any) (pgtype.WrappedEncodePlanNextSetter, any, bool) {

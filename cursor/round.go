@@ -129,7 +129,7 @@ func NewRound(conn *pgx.Conn, config RoundConfig) *Round {
 
 // The row is locked, and whatever the round needs to know about its beginning is read with it. The flag tells whether
 // something stands beside the cursor that has to be read by itself. What of that was written after this statement's
-// snapshot is found by the next round; what bounds the batch is looked at once more when the batch is read.
+// snapshot is found by the next round, or by this one where it reads with bounds.
 const sqlLock, sqlLockForText = sqlLockSettings + sqlLockFrom, sqlLockSettings + sqlTextSettings + sqlLockFrom
 
 const sqlLockSettings = `
@@ -194,6 +194,9 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 		rows, _ := results.Query()
 		return r.take(rows)
 	})
+	if hold.beside && !bounded && errors.As(err, new(*UnreadableError)) {
+		err = nil // a failure may keep the round away from that event: it is read again
+	}
 	if err == nil && hold.beside && !hold.held && !ask {
 		found, err = scanState(r.conn.QueryRow(ctx, stateSQL, stateArgs...))
 		if err == nil && !bounded {
@@ -231,7 +234,7 @@ func (r *Round) Open(ctx context.Context) (*Opening, error) {
 		return nil, err
 	}
 	// The batch and the state were read by two statements: a failure's record or a mark that came between the two must
-	// not make the batch longer than what is decided on.
+	// not make the batch longer than what is decided on. (One that came behind both is found by the next round.)
 	if o.Status == Ready {
 		switch {
 		case park:

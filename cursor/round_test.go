@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -591,5 +592,59 @@ func TestReadingABatchAllocatesLittle(t *testing.T) {
 			round.Rollback(t.Context())
 		})
 		require.LessOrEqual(t, allocations/1000, 3.2, "topic %q: an event's id, payload and metadata, and what the batch itself takes", topic)
+	}
+}
+
+func TestFailureKeepsARoundThatDidNotKnowItFromWhatCannotBeRead(t *testing.T) {
+	t.Parallel()
+	for _, topic := range []string{"", "orders"} {
+		for failing, want := range map[int64][]int64{4: {1, 2, 3}, 2: {1}} {
+			db := logtest.New(t)
+			key := cursor.Key{Consumer: "push", Topic: topic}
+			register(t, db, key, beginning)
+			logtest.Append(t, db, "orders", 5)
+			db.Exec(t, `update event_log set metadata = '{"a": 1}' where seq = 4`)
+			_, _, err := cursor.RecordFailure(t.Context(), db.Conn(t), nil, key, "another",
+				cursor.Attempt{Seq: failing, Through: failing, ErrorType: "x", Delay: time.Hour, DelayCap: time.Hour, Jitter: 1})
+			require.NoError(t, err)
+			for _, known := range []bool{false, true} {
+				round, _ := logtest.NewRound(t, db, key, func(c *cursor.RoundConfig) { c.Bounded = known })
+				opening, err := round.Open(t.Context())
+				require.NoError(t, err, "topic %q, failing %d, known %v", topic, failing, known)
+				require.Equal(t, want, seqs(opening.Events), "topic %q, failing %d, known %v", topic, failing, known)
+				round.Rollback(t.Context())
+			}
+		}
+	}
+}
+
+func TestArraysAreEncodedWhateverAPoolDoesToItsConnectionsTypes(t *testing.T) {
+	t.Parallel()
+	db := logtest.New(t)
+	key := cursor.Key{Consumer: "push"}
+	register(t, db, key, beginning)
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec,
+		pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
+	} {
+		config := db.Conn(t).Config()
+		config.DefaultQueryExecMode = mode
+		conn, err := pgx.ConnectConfig(t.Context(), config)
+		require.NoError(t, err)
+		ordinary := slices.Clone(conn.TypeMap().TryWrapEncodePlanFuncs)
+		for range 3 {
+			cursor.NewRound(conn, cursor.RoundConfig{Key: key})
+			require.Len(t, conn.TypeMap().TryWrapEncodePlanFuncs, len(ordinary)+1)
+			cursor.NewRound(conn, cursor.RoundConfig{Key: key})
+			require.Len(t, conn.TypeMap().TryWrapEncodePlanFuncs, len(ordinary)+1)
+			var got []string
+			require.NoError(t, conn.QueryRow(t.Context(), "select $1::text[]", cursor.Array[string]{"a", "", `"{}\`}).Scan(&got), "mode %v", mode)
+			require.Equal(t, []string{"a", "", `"{}\`}, got, "mode %v", mode)
+			var bytes [][]byte
+			require.NoError(t, conn.QueryRow(t.Context(), "select $1::bytea[]", cursor.Array[[]byte]{{0, 255}, {}}).Scan(&bytes), "mode %v", mode)
+			require.Equal(t, [][]byte{{0, 255}, {}}, bytes, "mode %v", mode)
+			conn.TypeMap().TryWrapEncodePlanFuncs = slices.Clone(ordinary)
+		}
+		require.NoError(t, conn.Close(t.Context()))
 	}
 }

@@ -63,8 +63,8 @@ func (s *subscription) round(conn *pgxpool.Conn) (outcome, error) {
 		s.end(r.Rollback)
 		return failedAt(err, span{seq: seqOf(err)}), nil
 	}
-	s.bounded = opening.Failure != nil
-	if opening.Status != cursor.Locked && opening.Status != cursor.Held {
+	if opening.Status != cursor.Locked && opening.Status != cursor.Held { // it has looked
+		s.bounded = opening.Failure != nil
 		s.tellHeld(false)
 	}
 	switch opening.Status {
